@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import kernel_checks
 import pytest
+import small_calls
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch, rms_norm
@@ -84,6 +85,24 @@ def test_a_derivative_that_no_kernel_computes_is_refused_in_our_words(derivative
     for outer in (jax.jit, lambda f: f):
         with pytest.raises(NotImplementedError, match=said):
             lowered(outer(derivative(jit)), X)
+
+
+REVERSE_ONLY = "attention fp8_linear mlp_fp8 quantized_linear vlstm".split()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "mlp", "linear_cross_entropy", *REVERSE_ONLY])
+def test_xla_has_a_second_gradient_and_mostly_a_jvp(name):
+    op, shapes, integers, *dtype = small_calls.CASES[name]
+    arrays = [kernel_checks.normal(i, s[1:], *dtype) for i, s in enumerate(shapes)]
+    given = [x[0] for x in integers]
+    f = lambda *x: op(*x, *given, implementation="xla").astype(jnp.float32).sum()
+    second = jax.grad(lambda x: jax.grad(f)(x, *arrays[1:]).astype(jnp.float32).sum())(arrays[0])
+    assert jnp.isfinite(second).all()
+    if name in REVERSE_ONLY:
+        with pytest.raises(TypeError, match="forward-mode autodiff"):
+            jax.jvp(f, arrays, arrays)
+    else:
+        assert jnp.isfinite(jax.jvp(f, arrays, arrays)[1])
 
 
 def sharded(*axes: str, type=AxisType.Auto) -> tuple[AbstractMesh, jax.ShapeDtypeStruct]:
