@@ -2,7 +2,8 @@
 
     python tests/torch_native.py --out FOLDER [--only CASE ...]
 
-The checks are in torch_native_checks.py, the timings in torch_native_timings.py.
+The checks of ops are in torch_native_ops.py, of calls in torch_native_checks.py, the timings in
+torch_native_timings.py.
 FOLDER/torch_native.jsonl gets a line for each case as it ends: what it found, or its traceback.
 Needs an H100 or H200, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.  With two GPUs the timed
 cases run on the first one and the checks on the second at the same time: about 8 minutes.
@@ -21,20 +22,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch_native_checks as checks
+import torch_native_ops as ops
 import torch_native_timings as timings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def run_case(spec, folder):
-    """The case `NAME` or `NAME:ARGUMENT` is the function case_NAME of one of the two files."""
+    """The case `NAME` or `NAME:ARGUMENT` is the function case_NAME of one of the three files."""
     name, *rest = spec.split(":")
     if name == "jax":
-        return checks.jax_reference(folder, rest[0].split(","))
+        return ops.jax_reference(folder, rest[0].split(","))
     if name == "op":
-        return checks.case_op(rest[0], folder)
-    case = getattr(checks, f"case_{name}", None) or getattr(timings, f"case_{name}")
-    return case(*rest)
+        return ops.case_op(rest[0], folder)
+    found = (getattr(file, f"case_{name}", None) for file in (ops, checks, timings))
+    return next(filter(None, found))(*rest)
 
 
 def gpus() -> int:
@@ -51,7 +53,7 @@ TIMED = [  # one after the other, with seconds that each may take
     ("llama:compile", 200), ("llama:patch_compile", 200), ("jax_times", 120),
 ]  # fmt: skip
 CHECKS = [
-    "quantized", *[f"op:{n}" for n in checks.OPS], "strides", "autograd", "streams", "cuda_graph",
+    "quantized", *[f"op:{n}" for n in ops.OPS], "strides", "autograd", "streams", "cuda_graph",
     "compile", "reduce_overhead",
     *[f"opcheck:{n}" for n in ("attention_128", "rms_norm", "encoder", "vlstm")],
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import sys
 import time
 
 import numpy as np
-from torch_native_checks import forward_backward
+from torch_native_ops import forward_backward
 
 VLSTMS = {  # B, T, NH, DQK, DV
     "124M": (8, 1024, 4, 96, 192),

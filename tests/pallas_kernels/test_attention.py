@@ -1,41 +1,23 @@
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_inputs import BF16, FP16, inputs, packed
 from cases import slow
-from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
+from kernel_checks import ON_GPU, check_op
 
-from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention import op as attention_module
-from pallas_kernels.flash_attention.masks import Visits
-from pallas_kernels.flash_attention.op import attention, attention_reference, why_not
+from pallas_kernels import mosaic
+from pallas_kernels.flash_attention.op import attention, attention_reference
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
-BF16, FP16 = jnp.bfloat16, jnp.float16
 
 
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
     """Gives each block several work items, as in a full grid."""
     monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
-
-
-def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):
-    return (
-        normal(0, (b, t, h, d), dtype, scale),
-        normal(1, (b, s, k, d), dtype, scale),
-        normal(2, (b, s, k, d), dtype),
-    )
-
-
-def packed(*cuts, length):
-    """Ids of documents that end at `cuts`, one row for each batch entry."""
-    at = np.arange(length)
-    return jnp.asarray(np.stack([np.searchsorted(c, at, side="right") for c in cuts]), jnp.int32)
 
 
 # A CPU spends ten seconds on each case, most of them on XLA's compilation of the interpreted
@@ -132,94 +114,6 @@ def test_queries_that_see_no_key():
     check_op(op, reference, *arrays, kernels=KERNELS, **options)
 
 
-# ---- visited tiles ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [None, 1, 40, 64, 100])
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize(("t", "s", "size"), [(300, 300, 64), (130, 391, 128), (257, 300, 32)])
-def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, window):
-    q, k = np.arange(t)[:, None] + (s - t), np.arange(s)
-    seen = (q >= k) & (window is None or q - k < window)
-    seen = seen.T if by_keys else seen
-    visits = Visits((t, s), True, window, size, by_keys)
-    tiles = np.pad(seen, ((0, 0), (0, -seen.shape[1] % size))).reshape(len(seen), -1, size)
-    real = np.pad(np.ones_like(seen[0]), (0, -seen.shape[1] % size)).reshape(-1, size)
-    assert visits.tiles == tiles.shape[1]
-    for first in range(0, len(seen), 64):
-        block = tiles[first : first + 64]
-        low, high = visits.seen(first, first + 64, 0, visits.tiles)
-        some = np.nonzero(block.any((0, 2)))[0]
-        if not some.size:  # no query sees these keys: one tile is visited, fully masked
-            assert high == low + 1
-            continue
-        # Rows past the end count like the others, so one tile too many may be visited at the end.
-        assert low <= some[0] <= some[-1] < high
-        if first + 64 <= len(seen):
-            assert (low, high) == (some[0], some[-1] + 1)
-        low, high = visits.whole(first, first + 64, int(low), int(high))
-        whole = [i for i in range(visits.tiles) if (block[:, i] | ~real[i]).all() and real[i].all()]
-        if first + 64 <= len(seen):
-            assert [i for i in range(low, high) if real[i].all()] == whole
-
-
-def test_tiles_of_other_segments_are_left_out():
-    rows, columns = packed([128, 256], length=300), packed([128, 256], length=384)
-    visits = Visits((300, 384), False, None, 128)
-    segment_spans = jax.jit(masks.segment_spans, static_argnums=(2, 3))
-    spans = segment_spans(rows, columns, visits, 64)
-    np.testing.assert_array_equal(
-        spans, [[[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]]
-    )
-    spans = segment_spans(rows, packed([120, 290], length=384), visits, 64)  # edges inside tiles
-    np.testing.assert_array_equal(spans[0, :, :2], [[0, 1], [0, 1], [0, 3], [0, 3], [2, 3]])
-    np.testing.assert_array_equal(spans[0, :, 2] < spans[0, :, 3], [0, 0, 1, 1, 0])
-    spans = segment_spans(rows + 5, columns, visits, 64)  # without a common id: one tile
-    np.testing.assert_array_equal(spans[0, :, 1] - spans[0, :, 0], 1)
-    shuffled = jnp.asarray([[0] * 128 + [1] * 128 + [0] * 128])  # another segment in between
-    spans = segment_spans(rows[:, :64], shuffled, Visits((64, 384), False, None, 128), 64)
-    np.testing.assert_array_equal(spans[0, 0, :2], [0, 3])
-    assert spans[0, 0, 2] >= spans[0, 0, 3]
-
-
-# ---- schedule --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("section", [1, 22, 64, 384])
-def test_every_item_is_planned_once_and_blocks_are_done_together(section):
-    costs, pairs, blocks = (1152, 1024, 768, 640, 384, 256), 384, 132  # B32 T1024 12/12 D64
-    table = schedule.plan(costs, pairs, section, blocks)
-    count, items = table[:, 0], table[:, 1:]
-    there = np.arange(items.shape[1]) < count[:, None]
-    np.testing.assert_array_equal(np.sort(items[there]), np.arange(len(costs) * pairs))
-    assert (items[~there] == -1).all()
-    assert (count + 3 <= table.shape[1]).all()  # the kernels read two items ahead
-    load = np.where(there, np.array(costs)[items // pairs], 0).sum(1)
-    assert load.max() - load.min() <= costs[0]
-    section_of = np.where(there, items % pairs // section, pairs)
-    assert (np.diff(section_of) >= 0).all()  # sections in order
-
-
-@pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
-def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
-    q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
-    call = schedule.Call((2048, 2048), True, 1.0, 132, None, None)
-    tiles = schedule.Tiles(2, 128, 3, False, 16)
-    s = schedule.schedule_of(q, q, tiles, call, None, block=128, packed=False)
-    row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))
-    assert len(set(zip(row.tolist(), head.tolist(), strict=True))) == s.grid == 16 * pairs
-    np.testing.assert_array_equal(row[: 2 * section], np.repeat([15 * 128, 14 * 128], section))
-    np.testing.assert_array_equal(head[:: 16 * section], np.arange(0, pairs, section))
-
-
-def test_cost_of_a_block_is_what_it_visits():
-    visits = Visits((300, 300), True, None, 64)
-    rows = np.array([192, 64, -64])
-    assert schedule.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
-    full = Visits((300, 300), False, None, 64)
-    assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
-
-
 # ---- the reference, against an independent implementation ------------------------------------
 
 
@@ -301,154 +195,3 @@ def test_one_array_of_segments_serves_queries_and_keys():
     one = attention(q, k, v, segment_ids=ids, implementation="xla")
     two = attention(q, k, v, segment_ids=(ids[:, 4:], ids), implementation="xla")
     np.testing.assert_array_equal(one, two)
-
-
-# ---- unsupported calls and errors ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "options", "reason"),
-    [
-        ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is more than 256"),
-        ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is more than 100"),
-        ((0, 8, 8, 2, 1, 64), BF16, {}, "without elements"),
-    ],
-)
-def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
-    q, k, v = inputs(*shape, dtype)
-    assert reason in why_not((q, k, v), **options)
-    with pytest.raises(NotImplementedError, match=reason):
-        attention(q, k, v, implementation="mosaic", **options)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "options", "runs"),
-    [
-        ((1, 8, 8, 2, 1, 64), BF16, {}, "cudnn"),
-        ((1, 8, 8, 2, 1, 96), FP16, {"causal": False}, "cudnn"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"window": 4, "scale": 0.3}, "cudnn"),
-        ((1, 8, 8, 2, 1, 136), BF16, {}, "general"),  # over 128 before Hopper
-        ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "xla"),
-        ((1, 8, 10, 2, 1, 64), BF16, {}, "general"),
-        ((1, 8, 10, 2, 1, 64), BF16, {"causal": False}, "cudnn"),
-        ((1, 9, 9, 2, 1, 64), BF16, {}, "general"),  # JAX has no gradient for odd lengths
-        ((1, 9, 8, 2, 1, 64), BF16, {"causal": False}, "general"),
-        ((1, 8, 9, 2, 1, 64), BF16, {"causal": False}, "general"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 4.0}, "general"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"return_lse": True}, "general"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "general"),
-    ],
-)
-def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
-    calls = []
-    monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_, **options: calls.append(1) or q)
-    why = {
-        "cudnn": "older",
-        "general": "supported",
-        "xla": "q is float32, not bfloat16 or float16",
-    }
-    for asked, expected in (
-        (None, (runs, why[runs])),
-        ("xla", ("xla", "asked for")),  # never runs on cuDNN
-    ):
-        dispatch.reset()
-        arrays = inputs(*shape, dtype)
-        jax.eval_shape(functools.partial(attention, **options, implementation=asked), *arrays)
-        (decision,) = dispatch.decisions()
-        assert (decision.runs, decision.why) == expected
-        assert len(calls) == (runs == "cudnn")
-
-
-def test_other_dtypes_of_v_are_not_for_cudnn_and_get_gradients_in_their_own(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
-    q, k, v = inputs(1, 8, 8, 2, 1, 8)
-    v = v.astype(jnp.float32)
-    dispatch.reset()
-    grads = jax.grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
-    assert dispatch.decisions()[0].runs == "xla"  # JAX does not pass it to cuDNN
-    assert [g.dtype for g in grads] == [BF16, BF16, jnp.float32]
-
-
-@pytest.mark.parametrize(("b", "t", "s"), [(0, 8, 8), (1, 0, 8), (1, 8, 0), (1, 0, 0)])
-def test_attention_without_elements(b, t, s):
-    arrays = inputs(b, t, s, 2, 1, 8)
-    f = functools.partial(attention, causal=False, return_lse=True)
-    (out, lse), pull = jax.vjp(f, *arrays)
-    np.testing.assert_array_equal(out, np.zeros((b, t, 2, 8)))  # no query sees a key
-    np.testing.assert_array_equal(lse, np.full((b, 2, t), -np.inf))
-    for a, g in zip(arrays, pull((out, jnp.zeros_like(lse))), strict=True):
-        np.testing.assert_array_equal(g, np.zeros(a.shape))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="cuDNN runs on a GPU")
-@pytest.mark.parametrize(("d", "options"), [(96, {}), (256, {}), (64, {"window": 50})])
-def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
-    other = lambda gpu: "another GPU" if gpu == "sm_90a" else None
-    monkeypatch.setattr(dispatch, "device_lacks", other)
-    arrays = inputs(2, 200, 200, 4, 2, d)
-    dout = normal(3, arrays[0].shape, BF16)
-
-    def results(f, *arrays):
-        out, pull = jax.vjp(f, *arrays)
-        return out, *pull(dout.astype(out.dtype))
-
-    dispatch.reset()
-    actual = results(functools.partial(attention, **options), *arrays)
-    assert dispatch.decisions()[0].runs == "cudnn"
-    reference = functools.partial(attention_reference, **options)
-    expected = results(reference, *arrays)
-    with jax.enable_x64(True):
-        truth = results(reference, *(np.asarray(x).astype(np.float64) for x in arrays))
-    # The tolerance is relative: gradients reach 14, where a step of bfloat16 is 0.06.
-    for name, *values in zip(("out", "dq", "dk", "dv"), actual, expected, truth, strict=True):
-        assert_error_ratio(*values, name)
-
-
-def test_a_policy_can_spare_the_second_forward():
-    q, k, v = inputs(1, 64, 64, 1, 1, 64)
-
-    def forwards(policy):
-        f = jax.checkpoint(lambda *x: attention(*x, implementation="mosaic"), policy=policy)
-        loss = lambda *x: f(*x).astype(jnp.float32).sum()
-        grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-        text = grad.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
-        return text.count("call @forward")
-
-    policies = jax.checkpoint_policies
-    assert forwards(policies.nothing_saveable) == 2
-    assert forwards(policies.save_only_these_names("attention")) == 1
-
-
-def one(*shape):
-    return jnp.ones(shape, jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [
-        ((1, 8, 8, 3, 2, 64), {}, "H=3 query heads are not a multiple of K=2"),
-        ((1, 9, 8, 2, 2, 64), {}, "T=9 is more than S=8 keys"),
-        ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
-        ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
-        ((1, 8, 8, 2, 2, 64), {"scale": math.nan}, "scale=nan is not a finite number"),
-        (
-            (2, 8, 8, 2, 2, 64),
-            {"segment_ids": one(1, 8)},
-            r"shapes \(\(1, 8\),\), not \(\(2, 8\),\)",
-        ),
-        (
-            (2, 8, 9, 2, 2, 64),
-            {"segment_ids": one(2, 8)},
-            r"shapes \(\(2, 8\),\), not \(\(2, 9\),\)",
-        ),
-        ((1, 8, 9, 2, 2, 64), {"segment_ids": (one(1, 9),) * 2}, r"not \(\(1, 8\), \(1, 9\)\)"),
-        ((1, 9, 8, 2, 2, 64), {"segment_ids": one(1, 8), "causal": False}, "segment_ids of both"),
-        ((1, 8, 8, 2, 2, 64), {"segment_ids": one(1, 8) + 0.5}, "segment_ids is float32: cast"),
-    ],
-)
-def test_contradictions_are_errors(shape, options, message):
-    with pytest.raises(ValueError, match=message):
-        attention(*inputs(*shape), implementation="mosaic", **options)

@@ -1,0 +1,97 @@
+"""Which tiles a block of attention visits, and which block works on what."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_inputs import BF16, packed
+
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention.masks import Visits
+
+# ---- visited tiles ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 100])
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(("t", "s", "size"), [(300, 300, 64), (130, 391, 128), (257, 300, 32)])
+def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, window):
+    q, k = np.arange(t)[:, None] + (s - t), np.arange(s)
+    seen = (q >= k) & (window is None or q - k < window)
+    seen = seen.T if by_keys else seen
+    visits = Visits((t, s), True, window, size, by_keys)
+    tiles = np.pad(seen, ((0, 0), (0, -seen.shape[1] % size))).reshape(len(seen), -1, size)
+    real = np.pad(np.ones_like(seen[0]), (0, -seen.shape[1] % size)).reshape(-1, size)
+    assert visits.tiles == tiles.shape[1]
+    for first in range(0, len(seen), 64):
+        block = tiles[first : first + 64]
+        low, high = visits.seen(first, first + 64, 0, visits.tiles)
+        some = np.nonzero(block.any((0, 2)))[0]
+        if not some.size:  # no query sees these keys: one tile is visited, fully masked
+            assert high == low + 1
+            continue
+        # Rows past the end count like the others, so one tile too many may be visited at the end.
+        assert low <= some[0] <= some[-1] < high
+        if first + 64 <= len(seen):
+            assert (low, high) == (some[0], some[-1] + 1)
+        low, high = visits.whole(first, first + 64, int(low), int(high))
+        whole = [i for i in range(visits.tiles) if (block[:, i] | ~real[i]).all() and real[i].all()]
+        if first + 64 <= len(seen):
+            assert [i for i in range(low, high) if real[i].all()] == whole
+
+
+def test_tiles_of_other_segments_are_left_out():
+    rows, columns = packed([128, 256], length=300), packed([128, 256], length=384)
+    visits = Visits((300, 384), False, None, 128)
+    segment_spans = jax.jit(masks.segment_spans, static_argnums=(2, 3))
+    spans = segment_spans(rows, columns, visits, 64)
+    np.testing.assert_array_equal(
+        spans, [[[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]]
+    )
+    spans = segment_spans(rows, packed([120, 290], length=384), visits, 64)  # edges inside tiles
+    np.testing.assert_array_equal(spans[0, :, :2], [[0, 1], [0, 1], [0, 3], [0, 3], [2, 3]])
+    np.testing.assert_array_equal(spans[0, :, 2] < spans[0, :, 3], [0, 0, 1, 1, 0])
+    spans = segment_spans(rows + 5, columns, visits, 64)  # without a common id: one tile
+    np.testing.assert_array_equal(spans[0, :, 1] - spans[0, :, 0], 1)
+    shuffled = jnp.asarray([[0] * 128 + [1] * 128 + [0] * 128])  # another segment in between
+    spans = segment_spans(rows[:, :64], shuffled, Visits((64, 384), False, None, 128), 64)
+    np.testing.assert_array_equal(spans[0, 0, :2], [0, 3])
+    assert spans[0, 0, 2] >= spans[0, 0, 3]
+
+
+# ---- schedule --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [1, 22, 64, 384])
+def test_every_item_is_planned_once_and_blocks_are_done_together(section):
+    costs, pairs, blocks = (1152, 1024, 768, 640, 384, 256), 384, 132  # B32 T1024 12/12 D64
+    table = schedule.plan(costs, pairs, section, blocks)
+    count, items = table[:, 0], table[:, 1:]
+    there = np.arange(items.shape[1]) < count[:, None]
+    np.testing.assert_array_equal(np.sort(items[there]), np.arange(len(costs) * pairs))
+    assert (items[~there] == -1).all()
+    assert (count + 3 <= table.shape[1]).all()  # the kernels read two items ahead
+    load = np.where(there, np.array(costs)[items // pairs], 0).sum(1)
+    assert load.max() - load.min() <= costs[0]
+    section_of = np.where(there, items % pairs // section, pairs)
+    assert (np.diff(section_of) >= 0).all()  # sections in order
+
+
+@pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
+def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
+    q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
+    call = schedule.Call((2048, 2048), True, 1.0, 132, None, None)
+    tiles = schedule.Tiles(2, 128, 3, False, 16)
+    s = schedule.schedule_of(q, q, tiles, call, None, block=128, packed=False)
+    row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))
+    assert len(set(zip(row.tolist(), head.tolist(), strict=True))) == s.grid == 16 * pairs
+    np.testing.assert_array_equal(row[: 2 * section], np.repeat([15 * 128, 14 * 128], section))
+    np.testing.assert_array_equal(head[:: 16 * section], np.arange(0, pairs, section))
+
+
+def test_cost_of_a_block_is_what_it_visits():
+    visits = Visits((300, 300), True, None, 64)
+    rows = np.array([192, 64, -64])
+    assert schedule.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
+    full = Visits((300, 300), False, None, 64)
+    assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
