@@ -81,7 +81,7 @@ def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
         kinds = _members(parameter.annotation)
         others = [kind for kind in kinds if kind is not NoneType]
         if any(map(_is_array, others)) or any(get_origin(kind) in _SEQUENCES for kind in others):
-            found[name] = functools.partial(_arrays, kinds)
+            found[name] = _arrays(kinds)
         elif len(others) == 1 and (convert := _converter(others[0])):
             found[name] = _optional(convert) if NoneType in kinds else convert
         elif name == "dtype":
@@ -98,23 +98,27 @@ def _is_array(kind) -> bool:
     return isinstance(kind, type) and issubclass(kind, AbstractArray)
 
 
-def _arrays(kinds, name: str, x):
-    """x, if it is an array or what else its annotation names; a sequence is checked by element."""
+def _arrays(kinds) -> Callable[[str, Any], Any]:
+    """Returns a check that x is an array or what else its annotation names, element by element."""
     classes = tuple(kind for kind in kinds if isinstance(kind, type) and not _is_array(kind))
     if any(_is_array(kind) and not kind.dims for kind in kinds) or float in classes:
         classes += int, float
     elements = [kind for of in kinds if get_origin(of) in _SEQUENCES for kind in get_args(of)]
-    if elements and isinstance(x, list | tuple):
-        kinds = [kind for element in elements for kind in _members(element)]
-        for i, y in enumerate(x):
-            _arrays(kinds, f"{name}[{i}]", y)
-    elif x is None and NoneType not in kinds:
-        raise ValueError(f"{name} must be an array, not None")
-    elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
-        if not hasattr(x, "__jax_array__"):
-            what = f"an array, not {type(x).__name__}"
-            raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
-    return x
+    of_element = _arrays([x for kind in elements for x in _members(kind)]) if elements else None
+
+    def check(name: str, x):
+        if of_element is not None and isinstance(x, list | tuple):
+            for i, y in enumerate(x):
+                of_element(f"{name}[{i}]", y)
+        elif x is None and NoneType not in kinds:
+            raise ValueError(f"{name} must be an array, not None")
+        elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
+            if not hasattr(x, "__jax_array__"):
+                what = f"an array, not {type(x).__name__}"
+                raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
+        return x
+
+    return check
 
 
 def _optional(convert):
