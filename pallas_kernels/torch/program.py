@@ -130,7 +130,7 @@ class _Walk:
     def turned(self, step: Step) -> Step:
         """Products read transposed operands where they lie, and are transposed by their order."""
         before = [self.made.get(i, step) for i in step.ins]
-        if step.params.get("batch") or before and before[0].params.get("batch"):
+        if any("batch" in x.params for x in (step, *before)):
             return step
         if step.primitive == "transpose" and before[0].primitive == "dot_general":
             (left, right), ins = before[0].params["sums"], before[0].ins
