@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from subprocess import run
 
 import pytest
 from house_size import counts
@@ -153,6 +154,20 @@ def test_the_readme_lists_every_op():
     table = (ROOT / "README.md").read_text().partition("## The ops")[2].partition("\n## ")[0]
     missing = {op for op in ops if f"`{op}`" not in table}
     assert missing <= {"Packed", "RopeScaling"}  # not ops
+
+
+TOP = {
+    *("pyproject.toml", "train.py", "README.md", "CONTRIBUTING.md", "LICENSE"),
+    *("jaxllm", "pallas_kernels", "configs", "tests", "docs", "learn"),
+}
+
+
+def test_nothing_else_is_committed_at_the_top():
+    listed = run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    top = {name.split("/")[0] for name in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == TOP
 
 
 PAGES = [
