@@ -4,16 +4,18 @@
     python tests/lora_speed.py step int4 --remat mlp  keeps more for the backward pass
     python tests/lora_speed.py peer nf4               transformers + peft + bitsandbytes
     python tests/lora_speed.py peer bf16              transformers + peft; --compile: torch.compile
+    python tests/lora_speed.py unsloth nf4            Unsloth; also --checkpointing true, off
     python tests/lora_speed.py linear                 packed matmuls of 4096 rows beside bfloat16's
 
 Rank 16 on all linear layers, one row of 4096 tokens.  Ours packs eight documents into it, as
 data.pack=documents does; the peer's SDPA sees one text.  Prints tokens/s of the median of ten steps
 after two, and the peak of the allocator.  It needs an NVIDIA GPU of 80 GB; the peers need torch,
-transformers, peft and, for nf4, bitsandbytes.  --layers 2 is a rehearsal.
+transformers, peft, Unsloth for its row and, for nf4, bitsandbytes.  --layers 2 is a rehearsal.
 """
 
 import argparse
 import importlib
+import json
 import os
 import statistics
 import sys
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 T, RANK, DOCUMENTS, VOCABULARY = 4096, 16, 8, 128256
 WARM, STEPS = 2, 10
+TARGETS = [f"{name}_proj" for name in "q k v o gate up down".split()]
 
 
 def report(name: str, seconds: list[float], peak: float) -> None:
@@ -127,17 +130,11 @@ def step(a) -> None:
     )
 
 
-def peer(a) -> None:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(a):
+    """transformers' configuration of Llama 3.1 8B."""
+    from transformers import LlamaConfig
 
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    for module in ("torch", "transformers", "peft"):
-        print(module, importlib.import_module(module).__version__, end="  ")
-    print(torch.cuda.get_device_name(), flush=True)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=4096,
         intermediate_size=14336,
@@ -149,36 +146,129 @@ def peer(a) -> None:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    if a.weights == "nf4":
-        pack(model)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    names = "q k v o gate up down".split()
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=[f"{n}_proj" for n in names])
-    if not a.compile:
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        model.enable_input_require_grads()
-    model = get_peft_model(model, lora).train()
+
+
+def say_versions(*modules: str) -> None:
+    import torch
+
+    for module in modules:
+        print(module, importlib.import_module(module).__version__, end="  ")
+    print(torch.cuda.get_device_name(), flush=True)
+
+
+def train(model, count: int) -> list[float]:
+    """Seconds of each of so many steps on random tokens, with AdamW on what requires gradients."""
+    import torch
+
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    run = torch.compile(model) if a.compile else model
     tokens = torch.randint(0, VOCABULARY, (1, T), device="cuda")
     seconds = []
-    for _ in range(WARM + STEPS + 2 * a.compile):
+    for _ in range(count):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = run(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+    assert torch.isfinite(loss), loss
+    return seconds
+
+
+def peer(a) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    say_versions("torch", "transformers", "peft")
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(llama(a), dtype=torch.bfloat16)
+    if a.weights == "nf4":
+        pack(model)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
+    if not a.compile:
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        model.enable_input_require_grads()
+    model = get_peft_model(model, lora).train()
+    run = torch.compile(model) if a.compile else model
+    seconds = train(run, WARM + STEPS + 2 * a.compile)
     how = "torch.compile" if a.compile else "gradient checkpointing"
     report(f"peft, base {a.weights}, {how}", seconds[-STEPS:], torch.cuda.max_memory_allocated())
+
+
+def unsloth(a) -> None:
+    """Unsloth reads weights from folders only, so this writes one, of 15 GiB."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", f"{tempfile.gettempdir()}/unsloth_compiled")
+    from unsloth import FastLanguageModel  # isort: skip  (before what it patches)
+    import torch
+
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    say_versions("torch", "transformers", "peft", "unsloth")
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        write_random(llama(a), Path(folder))
+        print(f"wrote weights in {time.perf_counter() - begin:.0f} s", flush=True)
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=T, dtype=torch.bfloat16, load_in_4bit=a.weights == "nf4"
+        )
+    print(f"loaded after {time.perf_counter() - begin:.0f} s", flush=True)
+    packed = any(type(layer).__name__ == "Linear4bit" for layer in model.modules())
+    assert packed == (a.weights == "nf4")  # Unsloth only warns if it cannot pack
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        lora_alpha=2 * RANK,
+        target_modules=TARGETS,
+        use_gradient_checkpointing={"unsloth": "unsloth", "true": True, "off": False}[
+            a.checkpointing
+        ],
+    )
+    seconds = train(model, WARM + STEPS)
+    name = f"Unsloth, base {a.weights}, checkpointing {a.checkpointing}"
+    report(name, seconds[-STEPS:], torch.cuda.max_memory_allocated())
+
+
+def write_random(config, folder: Path) -> None:
+    """Writes a model of random weights in bfloat16, and a tokenizer of a few words."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "</s>": 1, "<pad>": 2, "<unk>": 3}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(folder)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 2
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: w.shape for name, w in LlamaForCausalLM(config).state_dict().items()}
+    make = lambda shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    draw = lambda s: make(s).normal_(0, 0.02) if len(s) > 1 else make(s).fill_(1)
+    part = lambda name: f"part-{name.rpartition('.layers.')[2].partition('.')[0]}.safetensors"
+    index = {name: part(name) for name in shapes}  # a file for each block
+    for file in set(index.values()):
+        drawn = {name: draw(shape).cpu() for name, shape in shapes.items() if index[name] == file}
+        save_file(drawn, folder / file, {"format": "pt"})
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
 
 
 def pack(model) -> None:
@@ -243,14 +333,15 @@ def linear(a) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("step", "peer", "linear"))
+    parser.add_argument("what", choices=("step", "peer", "unsloth", "linear"))
     parser.add_argument("weights", nargs="?", default="int4")
     parser.add_argument("--remat", default="block")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--autotune", action="store_true", help="compile twice, as a run does")
+    parser.add_argument("--checkpointing", default="unsloth", choices=("unsloth", "true", "off"))
     a = parser.parse_args()
-    {"step": step, "peer": peer, "linear": linear}[a.what](a)
+    {"step": step, "peer": peer, "unsloth": unsloth, "linear": linear}[a.what](a)
 
 
 if __name__ == "__main__":
