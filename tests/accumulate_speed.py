@@ -1,11 +1,12 @@
 """Speed of whole steps with gradient accumulation: tokens/s, memory, joules, seconds to start.
 
     python tests/accumulate_speed.py 1.3b 1.3b-fp8                (all cases without a name)
+    python tests/accumulate_speed.py --cold llama3_3b
 
 Each case runs in two processes, one after the other, which share a cache: the first starts cold,
 the second finds what the first one compiled.  A line of JSON each, to the screen and to
-$OUT/accumulate_speed.jsonl.  TREE=path takes the package of another checkout.  It needs a GPU:
-60 to 90 s a case; `--dry` checks on a CPU that it runs.
+$OUT/accumulate_speed.jsonl.  --cold: without the second.  TREE=path takes the package of another
+checkout.  It needs a GPU: 60 to 90 s a case; `--dry` checks on a CPU that it runs.
 """
 
 import ctypes
@@ -27,11 +28,18 @@ optimizer: {learning_rate: 3.0e-4, warmup_steps: 2, weight_decay: 0.1}
 """
 ONE = {"train.grad_accum": "1"}
 MUON = {"optimizer.name": "muon"}
+THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "mlp"}
 GPT2 = ONE | {"train.batch_size": "32"}
 CASES = {  # the configuration, its overrides, timed steps
     "1.3b": (BIG, {}, 12),
     "1.3b-fp8": (BIG, {"train.fp8": "all"}, 14),
     "llama3_1b": ("llama3_1b", ONE | {"train.batch_size": "4"}, 60),
+    # Llama 3.2 3B; T and rows as above.
+    "llama3_3b": (
+        "llama3_1b",
+        ONE | {"train.batch_size": "4"} | {f"model.{key}": str(n) for key, n in THREE.items()},
+        30,
+    ),
     "gpt2_124m": ("gpt2_124m", GPT2, 120),
     "gpt2_124m-muon": ("gpt2_124m", GPT2 | MUON, 120),
 }
@@ -124,8 +132,8 @@ def measure(case: str, folder: str, dry: bool) -> dict:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--dry"]
-    dry = "--dry" in sys.argv
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    dry, cold = "--dry" in sys.argv, "--cold" in sys.argv
     if "CASE_FOLDER" in os.environ:
         figures = measure(words[0], os.environ["CASE_FOLDER"], dry)
         return print(json.dumps({"start": os.environ["CASE_START"]} | figures))
@@ -133,11 +141,12 @@ def main() -> None:
     out = Path(os.environ.get("OUT", tempfile.gettempdir())) / "accumulate_speed.jsonl"
     for case in words or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            for start in ("cold", "second"):
+            for start in ("cold",) if cold else ("cold", "second"):
                 environment = os.environ | {
                     "CASE_FOLDER": folder,
                     "CASE_START": start,
                     "XDG_CACHE_HOME": folder,
+                    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",  # 0.75 is too little for the 3B
                     "PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")]),
                 }
                 command = [sys.executable, __file__, case, *["--dry"] * dry]

@@ -3,13 +3,15 @@
     python tests/steady_step.py step gpt2_124m 32
     python tests/steady_step.py step llama3_1b 4 --steps 60 --train.fp8 all
     python tests/steady_step.py parts gpt2_124m 32
+    python tests/steady_step.py beside gpt2_124m 32 --steps 40 --optimizer.name muon
     python tests/steady_step.py matmuls
 
 A GPU at its power limit lowers its clock after about 0.1 s, so figures of a few calls after a pause
 are better than those of a run.  `step` times 20 steps after a pause and then --steps more on random
 tokens, samples nvidia-smi meanwhile, traces an eighth of that number right after them, and prints
 the time between kernels and the 24 longest kernels.  `parts` prints a row of docs/performance.md
-for each part of a step instead, with its longest kernels.  `matmuls` repeats bfloat16 matmuls for
+for each part of a step instead, with its longest kernels.  `beside` times the configuration as it
+is and with the overrides in turns, five times --steps each.  `matmuls` repeats bfloat16 matmuls for
 two seconds each, with random operands and with zeros, which take less power.
 """
 
@@ -111,6 +113,25 @@ def run(config: str, batch: int, steps: int, overrides: dict[str, str]) -> tuple
             measure()
         (path,) = Path(folder).rglob("*.xplane.pb")
         return kernels(path, int(overrides.get("train.grad_accum", 1)))
+
+
+def beside(config: str, batch: int, steps: int, overrides: dict[str, str], dry: bool) -> None:
+    """Prints by how much the overrides slow a training step down, in pairs of neighbouring runs."""
+    from jaxllm.train.process import set_xla_flags
+
+    set_xla_flags(deterministic=True)
+    import gpu_worker
+
+    gpu_worker.STEPS = {config: batch}
+    (name,) = gpu_worker.steps()
+    forms = [gpu_worker.prepare_step(name, dry, more) for more in ({}, overrides)]
+    gpu_worker.TIMED = steps
+    pairs = [[measure()["tokens/s"][name] for measure in forms] for _ in range(6)][1:]
+    ratios = [plain / other for plain, other in pairs]
+    plain, other = map(statistics.median, zip(*pairs, strict=True))
+    print(f"{name}: {plain:,.0f} tokens/s, with {overrides} {other:,.0f}", flush=True)
+    least, median, most = (f(ratios) for f in (min, statistics.median, max))
+    print(f"    {median:.3f} x the time ({least:.3f} to {most:.3f})")
 
 
 def kernels(path: Path, parts: int) -> tuple[list[Kernel], int]:
@@ -233,11 +254,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("matmuls")
-    for name in ("step", "parts"):
+    for name in ("step", "parts", "beside"):
         one = commands.add_parser(name)
         one.add_argument("config")
         one.add_argument("batch", type=int)
         one.add_argument("--steps", type=int, default=120, help="at least 4 seconds")
+        one.add_argument("--dry", action="store_true", help="for beside: tiny, on a CPU")
     arguments, rest = parser.parse_known_args()
     if arguments.command == "matmuls":
         return matmuls()
@@ -247,6 +269,8 @@ def main() -> None:
         )
     names = (word.removeprefix("--") for word in rest[::2])
     overrides = dict(zip(names, rest[1::2], strict=True))
+    if arguments.command == "beside":
+        return beside(arguments.config, arguments.batch, arguments.steps, overrides, arguments.dry)
     found = run(arguments.config, arguments.batch, arguments.steps, overrides)
     (show if arguments.command == "step" else show_parts)(*found)
 

@@ -1,12 +1,16 @@
 """Tokens/s of whole steps on one GPU and on all of a host with mesh.fsdp, in bf16 and in fp8.
 
     python tests/two_gpu_fp8.py llama3_1b 4 2048       (configuration, rows a GPU, tokens a row)
+    python tests/two_gpu_fp8.py llama3_8b 1 4096 --together --fp8 none --steps 20 --model.remat mlp
 
 A line of JSON for each mesh and precision, to the screen and to $OUT/two_gpu_fp8.jsonl: tokens/s a
-GPU, memory, losses, and whether a second run of the same steps has the same bits.  About 4 minutes
-on two H100s; `--dry` checks on eight CPU devices that it runs.
+GPU, memory, losses, and whether a second run of the same steps has the same bits.  --together: on
+all GPUs only, for a model that one does not hold.  Further words override settings of the
+configuration.  About 4 minutes on two H100s, and 2 for the 8B; `--dry` checks on eight CPU devices
+that it runs.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -15,11 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).parents[1])]
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # the 8B's step needs 65 GiB
 from jaxllm.train.process import set_xla_flags  # noqa: E402
 
 set_xla_flags(deterministic=True)
@@ -38,13 +44,14 @@ SMALL = {"n_layers": 1, "d_model": 128, "n_heads": 2, "n_kv_heads": 1, "d_ff": 1
 SMALL |= {"vocab_size": 256, "max_seq_len": 64, "kernels": "xla"}
 
 
-def measure(name: str, rows: int, width: int, gpus: int, fp8: str) -> dict:
-    overrides = {"mesh.data": "1", "mesh.fsdp": str(gpus), "train.fp8": fp8}
+def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) -> dict:
+    rows, width = a.rows, a.width
+    overrides = more | {"mesh.data": "1", "mesh.fsdp": str(gpus), "train.fp8": fp8}
     overrides |= {"train.batch_size": str(gpus * rows), "train.seq_len": str(width)}
     overrides |= {"train.grad_accum": "1"}
     if DRY:
         overrides |= {f"model.{key}": str(value) for key, value in SMALL.items()}
-    config = load(name, overrides)
+    config = load(a.config, overrides)
     trainer = Trainer(config, make_mesh(config.mesh, jax.devices()[:gpus]))
     lowered = trainer.trace_train_step().lower()
     program = launch.compile_autotuned(lowered, None)
@@ -53,7 +60,7 @@ def measure(name: str, rows: int, width: int, gpus: int, fp8: str) -> dict:
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
     runs, seconds = [], []
     with no_long_pauses():
-        for count in (4 if DRY else 60, 4):
+        for count in (4 if DRY else a.steps, 4):
             state, losses = trainer.init(), []
             for _ in range(count):
                 clock = time.perf_counter()
@@ -74,11 +81,22 @@ def measure(name: str, rows: int, width: int, gpus: int, fp8: str) -> dict:
 
 
 def main() -> None:
-    name, rows, width = [word for word in sys.argv[1:] if word != "--dry"]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("rows", type=int)
+    parser.add_argument("width", type=int)
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--fp8", nargs="*", default=["none", "all"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--dry", action="store_true")
+    a, rest = parser.parse_known_args()
+    names = (word.removeprefix("--") for word in rest[::2])
+    overrides = dict(zip(names, rest[1::2], strict=True))
     out = Path(os.environ.get("OUT", tempfile.gettempdir())) / "two_gpu_fp8.jsonl"
-    for gpus in (1, 2 if DRY else jax.device_count()):
-        for fp8 in ("none", "all"):
-            line = json.dumps(measure(name, int(rows), int(width), gpus, fp8))
+    every = 2 if DRY else jax.device_count()
+    for gpus in (every,) if a.together else (1, every):
+        for fp8 in a.fp8:
+            line = json.dumps(measure(a, gpus, fp8, overrides))
             print(line, flush=True)
             with out.open("a") as file:
                 file.write(line + "\n")
