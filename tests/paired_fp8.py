@@ -4,17 +4,21 @@
     python tests/paired_fp8.py gpt2_124m --seeds 0 8 --train.steps 500 --train.grad_accum 1
     python tests/paired_fp8.py llama3_small --format e4m3 --train.steps 200
     python tests/paired_fp8.py llama3_small --mode all --train.steps 200
+    python tests/paired_fp8.py llama3_124m --mode all --speed 1.13 --train.steps 2000
     python tests/paired_fp8.py llama3_small --gradients --train.steps 1500
 
 Prints for each seed the training and validation losses of train.fp8=none and =matmuls (--mode), the
 mean of the differences with its standard error, and by how much the validation loss changes if its
 own forward pass is in fp8, too; it is in bfloat16 otherwise.  --format: of the blocks' gradients,
-e5m2 unless given.  --gradients: after all steps in bfloat16 instead the errors of one
+e5m2 unless given.  --speed: of a step in fp8, times bfloat16's; prints what is left of it for equal
+losses, with its standard error: bfloat16 in half of the steps, too, tells how many tokens a
+difference of losses is worth.  --gradients: after all steps in bfloat16 instead the errors of one
 batch's gradients against float32, in bfloat16 and with both formats, and what each format rounds to
 0.  Further words override settings of the configuration.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -53,20 +57,21 @@ def losses(config, programs: dict) -> tuple[float, float, float]:
     """(training loss, mean of the last tenth of the steps; two validation losses) of one run.
 
     The first validation loss is in bfloat16, the second in the training step's own forward pass.
-    programs: the step by train.fp8, compiled once, because it does not depend on the seed.
+    programs: by train.fp8 and train.steps, compiled once, because they do not depend on the seed.
     """
     from jaxllm import sharding
     from jaxllm.train.step import Trainer
 
     trainer = Trainer(config, sharding.make_mesh(config.mesh))
     train, data = config.train, dataset(config)
-    if train.fp8 not in programs:
-        programs[train.fp8] = (
+    key = train.fp8, train.steps
+    if key not in programs:
+        programs[key] = (
             trainer.trace_train_step().lower().compile(),
             trainer.eval_step(),
             trainer.eval_step(trainer.step_graph),
         )
-    (step, *both), state = programs[train.fp8], trainer.init()
+    (step, *both), state = programs[key], trainer.init()
     batches = data.train_batches(train.batch_size, *trainer.batch_part)
     found = []
     for _ in range(train.steps):
@@ -129,9 +134,27 @@ def compare_gradients(config) -> None:
         show(name, gradients("matmuls"), zero)
 
 
-def mean_and_error(differences: list[float]) -> str:
+def mean_and_error(differences: list[float]) -> tuple[float, float]:
     error = statistics.stdev(differences) / len(differences) ** 0.5 if differences[1:] else 0.0
-    return f"{statistics.mean(differences):+.4f} +- {error:.4f}"
+    return statistics.mean(differences), error
+
+
+def text(mean: float, error: float) -> str:
+    return f"{mean:+.4f} +- {error:.4f}"
+
+
+def equal_losses(speed: float, differences: list[float], gains: list[float]) -> str:
+    """speed x the share of fp8's tokens that bfloat16 needs for its loss, with the standard error.
+
+    gains: bfloat16's loss after half of the tokens minus the loss after all.  So close to the end
+    a loss falls in proportion to the logarithm of the tokens, by gain for each doubling.
+    """
+    (worse, error), (gain, error_of_gain) = mean_and_error(differences), mean_and_error(gains)
+    left = speed * 2 ** (-worse / gain)
+    relative = math.log(2) * math.hypot(error / gain, worse * error_of_gain / gain**2)
+    return (
+        f"{left:.3f} +- {left * relative:.3f} (a doubling of tokens: {text(-gain, error_of_gain)})"
+    )
 
 
 def main() -> None:
@@ -140,12 +163,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FIRST", "END"))
     parser.add_argument("--mode", choices=("matmuls", "all"), default="matmuls")
     parser.add_argument("--format", choices=FORMATS, default="e5m2")
+    parser.add_argument("--speed", type=float)
     parser.add_argument("--gradients", action="store_true")
     arguments, rest = parser.parse_known_args()
     set_xla_flags(deterministic=True)
     names = (word.removeprefix("--") for word in rest[::2])
     overrides = dict(zip(names, rest[1::2], strict=True))
-    differences, programs = [], {}
+    differences, gains, programs = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         overrides.setdefault("data.cache_dir", folder)
         if arguments.gradients:
@@ -158,13 +182,23 @@ def main() -> None:
                 runs[fp8] = losses(load(arguments.config, overrides | chosen), programs)
             (t0, v0, _), (t, v, own) = runs.values()
             differences.append([t - t0, v - v0, own - v])
-            text = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v, _) in runs.items())
-            print(f"seed {seed}, training and validation loss: {text}; {own - v:+.5f}", flush=True)
-    training, validation, own = (mean_and_error(list(d)) for d in zip(*differences, strict=True))
+            if arguments.speed:
+                config = load(arguments.config, overrides | {"train.seed": str(seed)})
+                half = {"steps": config.train.steps // 2}
+                short = config.model_copy(update={"train": config.train.model_copy(update=half)})
+                runs["half"] = losses(short, programs)
+                gains.append([runs["half"][0] - t0, runs["half"][1] - v0])
+            shown = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v, _) in runs.items())
+            print(f"seed {seed}, training and validation loss: {shown}; {own - v:+.5f}", flush=True)
+    columns = [list(column) for column in zip(*differences, strict=True)]
+    training, validation, own = (text(*mean_and_error(column)) for column in columns)
     print(
         f"{arguments.config}: {arguments.mode} - none: training {training}, validation {validation}"
     )
     print(f"the validation loss in fp8 - in bfloat16, with the weights of {arguments.mode}: {own}")
+    for i, name in enumerate(("training", "validation") if gains else ()):
+        left = equal_losses(arguments.speed, columns[i], [gain[i] for gain in gains])
+        print(f"speed-up for an equal {name} loss: {left}")
 
 
 if __name__ == "__main__":
