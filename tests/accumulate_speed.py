@@ -2,11 +2,14 @@
 
     python tests/accumulate_speed.py 1.3b 1.3b-fp8                (all cases without a name)
     python tests/accumulate_speed.py --cold llama3_3b
+    python tests/accumulate_speed.py --cold 1.3b jla-1.3b 1.3b-fp8 jla-1.3b-fp8
 
 Each case runs in two processes, one after the other, which share a cache: the first starts cold,
 the second finds what the first one compiled.  A line of JSON each, to the screen and to
 $OUT/accumulate_speed.jsonl.  --cold: without the second.  TREE=path takes the package of another
-checkout.  It needs a GPU: 60 to 90 s a case; `--dry` checks on a CPU that it runs.
+checkout.  The cases jla-* are the same model in jax-linear-attention 0.1.0, which needs JAX 0.11.2
+and starts cold only.  It needs a GPU: 60 to 90 s a case, jla's 120 to 170; `--dry` checks on a CPU
+that it runs.
 """
 
 import ctypes
@@ -30,9 +33,33 @@ ONE = {"train.grad_accum": "1"}
 MUON = {"optimizer.name": "muon"}
 THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "mlp"}
 GPT2 = ONE | {"train.batch_size": "32"}
+# In the best settings found for jla: with the parts of a batch unrolled it needs 109 GiB.
+JLA = """
+name = "jla"
+model = {preset = "transformer-1p3b", remat = "none", lean_vjp = true}
+optim = {lr = 3e-4, warmup_steps = 2}
+data = {source = "synthetic", synthetic_kind = "uniform"}
+[train]
+max_steps = 14
+seq_len = 4096
+micro_batch_per_replica = 4
+grad_accum = 4
+scan_unroll = 1
+log_every = 1
+final_eval = false
+save_final = false
+ce_impl = "auto"
+ce_grad_in_forward = true
+dispatch_ahead = true
+update_guard = "select"
+resume = "never"
+"""
+JLA_FP8 = {"model.fp8": '"delayed"', "model.fp8_fused": "true"}
 CASES = {  # the configuration, its overrides, timed steps
     "1.3b": (BIG, {}, 12),
     "1.3b-fp8": (BIG, {"train.fp8": "all"}, 14),
+    "jla-1.3b": (JLA, {}, 14),
+    "jla-1.3b-fp8": (JLA, JLA_FP8, 14),
     "llama3_1b": ("llama3_1b", ONE | {"train.batch_size": "4"}, 60),
     # Llama 3.2 3B; T and rows as above.
     "llama3_3b": (
@@ -131,17 +158,41 @@ def measure(case: str, folder: str, dry: bool) -> dict:
     }
 
 
+def measure_jla(case: str, folder: str, dry: bool) -> dict:
+    """tokens/s of the steps without the first two and the last, which its log shortens."""
+    text, overrides, _ = CASES[case]
+    file, out = Path(folder, "jla.toml"), Path(folder, "run")
+    file.write_text(text)
+    overrides = overrides | {"train.output_dir": f'"{out}"'}
+    if dry:
+        overrides |= {"model.preset": '"tiny"', "train.seq_len": "64", "train.max_steps": "5"}
+    words = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "jla.cli", "train", "--config", str(file), *words]
+    clock = time.perf_counter()
+    subprocess.run(command, stdout=sys.stderr, check=True)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["metrics"] for row in rows if row["event"] == "train"]
+    return {
+        "case": case,
+        "tokens/s": round(statistics.median(step["tokens_per_sec"] for step in steps[2:-1])),
+        "all of it, s": round(time.perf_counter() - clock, 1),
+        "losses": [steps[i]["loss"] for i in (0, 3, -1)],
+    }
+
+
 def main() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     dry, cold = "--dry" in sys.argv, "--cold" in sys.argv
     if "CASE_FOLDER" in os.environ:
-        figures = measure(words[0], os.environ["CASE_FOLDER"], dry)
+        how = measure_jla if words[0].startswith("jla") else measure
+        figures = how(words[0], os.environ["CASE_FOLDER"], dry)
         return print(json.dumps({"start": os.environ["CASE_START"]} | figures))
     tree = os.environ.get("TREE", str(Path(__file__).parents[1]))
     out = Path(os.environ.get("OUT", tempfile.gettempdir())) / "accumulate_speed.jsonl"
-    for case in words or CASES:
+    for case in words or (case for case in CASES if not case.startswith("jla")):
+        once = cold or case.startswith("jla")
         with tempfile.TemporaryDirectory() as folder:
-            for start in ("cold",) if cold else ("cold", "second"):
+            for start in ("cold",) if once else ("cold", "second"):
                 environment = os.environ | {
                     "CASE_FOLDER": folder,
                     "CASE_START": start,
