@@ -31,7 +31,7 @@ optimizer: {learning_rate: 3.0e-4, warmup_steps: 2, weight_decay: 0.1}
 """
 ONE = {"train.grad_accum": "1"}
 MUON = {"optimizer.name": "muon"}
-THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "mlp"}
+THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "dots"}
 GPT2 = ONE | {"train.batch_size": "32"}
 # In the best settings found for jla: with the parts of a batch unrolled it needs 109 GiB.
 JLA = """

@@ -341,6 +341,8 @@ def main() -> None:
     parser.add_argument("--autotune", action="store_true", help="compile twice, as a run does")
     parser.add_argument("--checkpointing", default="unsloth", choices=("unsloth", "true", "off"))
     a = parser.parse_args()
+    if a.what in ("peer", "unsloth") and a.weights not in ("nf4", "bf16"):
+        parser.error(f"{a.what} has nf4 and bf16, not {a.weights}")
     {"step": step, "peer": peer, "unsloth": unsloth, "linear": linear}[a.what](a)
 
 
