@@ -56,10 +56,15 @@ def is_tight() -> bool:
     return capability not in ("8.0", "9.0")
 
 
-def load(ref, layout) -> jax.Array:
-    """Loads a global or unswizzled shared ref into registers of `layout`, as float32."""
+def read(ref, layout) -> jax.Array:
+    """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
     # The optimised path supports only swizzled shared memory; these layouts are coalesced anyway.
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load(ref, layout) -> jax.Array:
+    """`read`, as float32."""
+    return read(ref, layout).astype(jnp.float32)
 
 
 def store(ref, value) -> None:

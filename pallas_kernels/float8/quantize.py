@@ -263,7 +263,7 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
 
 def _along(row_ref):
     """One number of each row, in all its columns."""
-    numbers = plgpu.load(row_ref, layout=_ACROSS.reduce(1), optimized=False)
+    numbers = mosaic.read(row_ref, _ACROSS.reduce(1))
     return mosaic.along(numbers, (_WORDS, TILE), 0)
 
 

@@ -114,7 +114,7 @@ class Tiling(NamedTuple):
 
     def raw(self, ref, group, chunk):
         """A chunk in registers, in its own dtype."""
-        return plgpu.load(self.lines(ref, group, chunk), layout=self.layout, optimized=False)
+        return mosaic.read(self.lines(ref, group, chunk), self.layout)
 
     def weight(self, ref, chunk):
         """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""

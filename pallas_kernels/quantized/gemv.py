@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
-from pallas_kernels.mosaic import ROW
+from pallas_kernels.mosaic import ROW, read
 from pallas_kernels.quantized.formats import (
     COLUMNS,
     LANES,
@@ -43,7 +43,7 @@ from pallas_kernels.quantized.formats import (
     Format,
     QuantizedWeight,
 )
-from pallas_kernels.quantized.unpack import dot, load_words, read
+from pallas_kernels.quantized.unpack import dot, load_words
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
