@@ -92,10 +92,9 @@ def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_re
     batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
     columns = pl.ds(part * _COLUMNS, _COLUMNS)
     tile = c_ref.at[batch, head, :, columns]
-    load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-    c = load(tile, _TILE)
-    q, k, n = (load(ref.at[batch, head], _ALONG_K) for ref in (q_ref, k_ref, n_ref))
-    v = load(v_ref.at[batch, head, columns], _ALONG_V)
+    c = mosaic.load(tile, _TILE)
+    q, k, n = (mosaic.load(ref.at[batch, head], _ALONG_K) for ref in (q_ref, k_ref, n_ref))
+    v = mosaic.load(v_ref.at[batch, head, columns], _ALONG_V)
     spread = lambda x, axis: plgpu.layout_cast(mosaic.along(x, c.shape, axis), _TILE)
     along_k, along_v = functools.partial(spread, axis=0), functools.partial(spread, axis=1)
     number = lambda ref: ref[batch, head].astype(jnp.float32)
