@@ -260,3 +260,11 @@ def empty(**arrays) -> str | None:
         if x is not None and x.size == 0:
             return f"{name} has shape {x.shape}, without elements"
     return None
+
+
+def not_a_multiple(n: int, **sizes: int) -> str | None:
+    """Which size is 0 or not a multiple of n, or None."""
+    for name, size in sizes.items():
+        if size == 0 or size % n:
+            return f"{name}={size} is not a positive multiple of {n}"
+    return None

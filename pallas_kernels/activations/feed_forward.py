@@ -44,7 +44,7 @@ from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
+from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
@@ -205,7 +205,7 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
         return "without a gate the kernel needs a bias"
     return (
         mosaic.mixed_dtypes(x=x, up=up, down=down, gate=gate)
-        or not_a_multiple(TILE, rows=rows, C=c, F=f)
+        or mosaic.not_a_multiple(TILE, rows=rows, C=c, F=f)
         or mosaic.unsupported_dtype(x=x)
     )
 

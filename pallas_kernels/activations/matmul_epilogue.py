@@ -72,14 +72,9 @@ def why_not(weight, *inputs) -> str | None:
     for y in (weight, *inputs):
         if y.dtype != x.dtype or y.dtype not in (jnp.bfloat16, jnp.float16):
             return f"weight is {weight.dtype}, inputs are {x.dtype}, not bfloat16 or float16"
-    for name, size, multiple in (
-        ("rows", x.size // max(f, 1), 128),
-        ("F", f, _COLUMNS),
-        ("C", c, _STEP),
-    ):
-        if size == 0 or size % multiple:
-            return f"{name}={size} is not a positive multiple of {multiple}"
-    return None
+    reason = mosaic.not_a_multiple(_ROWS, rows=x.size // max(f, 1))
+    reason = reason or mosaic.not_a_multiple(_COLUMNS, F=f)
+    return reason or mosaic.not_a_multiple(_STEP, C=c)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
