@@ -111,6 +111,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     body(*inputs, *outputs, **scratch): gets one argument for each argument of the call and each
     entry of out_type: a tree of references for a tree of arrays, None for None.
     name: the kernel's name (default: the body's).
+    num_threads: warpgroups of a block, along the axis "wg" unless thread_name says otherwise.
     scratch_types: a dictionary, allocated in its order (plgpu.kernel would sort the names), or a
     list, whose references follow the outputs.
 
@@ -118,6 +119,8 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     then overwrite the first rows of the next.
     """
     _check_interpreter(options.get("num_threads") or 1)
+    if "num_threads" in options:
+        options.setdefault("thread_name", "wg")
     names, types = [], scratch_types
     if isinstance(scratch_types, dict):
         names, types = list(scratch_types), list(scratch_types.values())

@@ -293,7 +293,6 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
             scratch_types=scratch if p.wgs > 1 else {},
             **mosaic.grid(n=sum(blocks)),
             num_threads=p.wgs,
-            thread_name="wg",
             # A row is in one warp, so its sum needs no shared memory.
             compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         )(x, parts, [biases] if activation == "swiglu" else [(b,) for b in biases], norm, residual)

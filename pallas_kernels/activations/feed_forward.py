@@ -82,18 +82,11 @@ def mlp(
     Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
     implementation="mosaic" for a call that no kernel supports.
     """
-    _check(x, up, down, gate, bias)
-    y = dispatch.run(
-        "mlp",
-        FORMS if precision is None else FP8,
-        implementation,
-        *(x, up, down, gate, bias),
-        precision=precision,
-        row_norm=row_norm,
-        totals=totals,
-        implementation=implementation,
-    )
-    return y.astype(x.dtype)
+    arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
+    _check(*arrays)
+    options = dict(precision=precision, row_norm=row_norm, totals=totals)
+    options |= dict(implementation=implementation)  # of the ops inside
+    return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
 
 
 def _summed(up, down, gate, totals):
@@ -218,6 +211,8 @@ def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
 
 # ---- fp8 ----------------------------------------------------------------------------------------
 
+_cast = functools.partial(cast, dtype=linear.FORWARD, kernel=True)
+
 
 @custom_vjp
 def _fp8(x, up, down, gate, bias, row_norm, totals):
@@ -234,7 +229,7 @@ def _fp8_forward(x, up, down, gate, bias, row_norm, totals):
     options = dict(name=name, approx=x.dtype.itemsize == 2)
     (h8,), _ = cast_results(tile, inputs, [largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
-    down8 = _cast(down, down_largest)
+    down8 = _cast(down, largest=down_largest)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (down8, *weights8))
     like_bias = None if bias is None else bias[:0]
     saved = inputs, slopes, down_norm, like_bias, totals, *kept
@@ -272,22 +267,18 @@ _fp8.defvjp(_fp8_forward, _fp8_backward)
 def _gelu_inputs(x, up, bias, row_norm):
     x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
     up_largest, up_norm = norms(up, axis=0)
-    x8, up8 = _cast(x, x_largest), _cast(up, up_largest)
+    x8, up8 = _cast(x, largest=x_largest), _cast(up, largest=up_largest)
     z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
     largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
     return x8, [up8], [z], largest, [_SLOPE]
 
 
 def _swiglu_inputs(x, gate, up, row_norm):
-    x8, weights8 = _cast(x, row_norm), [_cast(gate), _cast(up)]
+    x8, weights8 = _cast(x, largest=row_norm), [_cast(gate), _cast(up)]
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in weights8)
     largest, u_largest, silu_largest = map(named, _maxima(g, u))
     return x8, weights8, [g, u], largest, [_SILU_SLOPE * u_largest, silu_largest]
-
-
-def _cast(a, largest=None):
-    return cast(a, linear.FORWARD, True, largest)
 
 
 def _maxima(g, u):

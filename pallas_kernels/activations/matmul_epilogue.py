@@ -101,10 +101,8 @@ def matmul_with_epilogue(a, b, inputs, tile, *, name, sms: int):
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * t.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * _CHUNKS),
         ),
-        grid=(t.blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=t.blocks),
         num_threads=2,
-        thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(a, b, inputs)[0]
 

@@ -89,18 +89,9 @@ def attention(
     if segment_ids is not None:
         q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q, of_k))
         segment_ids = q_ids, k_ids
-    return dispatch.run(
-        "attention",
-        FORMS,
-        implementation,
-        operands,
-        segment_ids,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        return_lse=return_lse,
-    )
+    options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    options |= dict(return_lse=return_lse)
+    return dispatch.run("attention", FORMS, implementation, operands, segment_ids, **options)
 
 
 def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) -> str | None:
@@ -356,8 +347,7 @@ def _attention_forward(arrays, segments, call, heads, with_lse):
 def _attention_backward(call, heads, with_lse, saved, cotangents):
     arrays, segments, out, lse = saved
     dout, dlse = cotangents
-    if not with_lse:
-        dlse = None  # it is zero, so the kernels need not read it
+    dlse = dlse if with_lse else None  # it is zero, so the kernels need not read it
     q, k, v = arrays if heads is None else arrays * 3
     return backward(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads), None
 

@@ -66,8 +66,7 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
     row, (batch, head) = s.where(item)
     q0 = row + w.wg * ROWS
     limits, same = s.limits(row, batch, w.inputs.segments)
-    low, high = visits.seen(row, row + s.block, *limits)
-    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
+    stream = stream_of(w, item, n0)
     own = visits.seen(q0, q0 + ROWS, *limits)
     whole = visits.whole(q0, q0 + ROWS, *same)
     first, last = stream.top - own[1], stream.top - own[0]

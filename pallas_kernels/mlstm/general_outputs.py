@@ -16,6 +16,7 @@ the next mma wants its left operand.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm import intra
 from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
-from pallas_kernels.mlstm.walk import narrow, saturated
+from pallas_kernels.mlstm.reference import narrow, saturated
 from pallas_kernels.mosaic import WGMMA
 
 PREFIX = "general_"  # of the kernels' names
@@ -41,9 +42,9 @@ class GeneralScratch(NamedTuple):
 
 def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     del sms
-    vectors = inputs.vectors.copy()
-    for name, x in vectors.items():  # shared memory gets lines of float32
-        vectors[name] = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+    # Shared memory gets lines of float32.
+    line = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+    vectors = jax.tree.map(line, inputs.vectors)
     states = inputs.states.reshape(s.items, *inputs.states.shape[3:-1], -1, SIZE)
     return s._replace(rings_y=1), inputs._replace(states=states, vectors=vectors)
 
@@ -87,15 +88,12 @@ def load(w: Worker, n):
     of_chunk = lambda x: (
         lambda: ampere.load_rows(x.array, slot, w.b, w.h * x.tiles + j, w.row0, length)
     )
-    lax.switch(
-        kind,
-        [
-            of_chunk(inputs.b),
-            of_chunk(inputs.x),
-            lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state),
-        ]
-        + [of_chunk(inputs.y)] * s.transposes_state,
-    )
+    squares = [
+        of_chunk(inputs.b),
+        of_chunk(inputs.x),
+        lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state),
+    ]
+    lax.switch(kind, squares + [of_chunk(inputs.y)] * s.transposes_state)
 
 
 def square(w: Worker, n):

@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs, narrow
+from pallas_kernels.mlstm.reference import narrow
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 PREFIX = "general_"  # of the kernel's name

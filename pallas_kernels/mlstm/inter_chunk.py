@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs, narrow
+from pallas_kernels.mlstm.reference import narrow
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 

@@ -25,7 +25,6 @@ Such a form is a module with functions of w, a Worker, and n, the number of a sq
     finish(w, tile, start, weights, n)  stores a tile of start + W X
 """
 
-import collections
 import functools
 from dataclasses import replace
 from types import ModuleType
@@ -328,8 +327,7 @@ def chunk_outputs(
         form, mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks,
         items, size, a.tiles, x.tiles, blocks=items, slots=3,
     )  # fmt: skip
-    # JAX would sort the keys of a plain dict.
-    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
+    given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
     if along is not None:
         given["along"] = along
     shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
@@ -347,10 +345,8 @@ def chunk_outputs(
         name=f"{form.PREFIX}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(place if joint is None else None, (of_position,) * STATS[mode]),
         scratch_types=(form.scratch(s, inputs.vectors),),
-        grid=(s.blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=s.blocks),
         num_threads=s.teams * s.wgs,
-        thread_name="wg",
         # No sum crosses warps, and Hopper's shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(inputs._replace(order=order))

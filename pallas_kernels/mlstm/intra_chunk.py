@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import intra
 from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
-from pallas_kernels.mlstm.walk import narrow
+from pallas_kernels.mlstm.reference import narrow
 from pallas_kernels.mosaic import ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
@@ -137,11 +137,6 @@ def multiply(w: Worker, acc, left, n, transpose=False):
     plgpu.wgmma(acc, left, square.transpose((1, 0)) if transpose else square)
 
 
-def summed(w: Worker, run):
-    """run(an accumulator)."""
-    return pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
-
-
 def a_times(w: Worker, n, tile):
     s, turned = w.schedule, w.schedule.transposes_state
 
@@ -164,7 +159,7 @@ def a_times(w: Worker, n, tile):
         release(w, n + s.parts - 1)
         return acc[...]
 
-    result = summed(w, run)
+    result = pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
     if tile is not None:
 
         @pl.when(tile == s.tiles - 1)
@@ -193,7 +188,7 @@ def y_times_x(w: Worker, n):
 
         return acc[...]
 
-    return summed(w, run)
+    return pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
 
 
 def sums_with_y(w: Worker, z, tile, n):
@@ -219,7 +214,7 @@ def finish(w: Worker, tile, start, weights, n):
         release(w, n)
         return out
 
-    out = summed(w, run)
+    out = pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
     plgpu.wait_smem_to_gmem(0)  # the copy of the tile before must have read the buffer
     buffer[...] = narrow(out, s.dtype, s.mode == "forward")
     plgpu.commit_smem()

@@ -29,9 +29,8 @@ def fits(packed: Packed, weight, eps, implementation, form) -> bool:
     _, (heads, dqk), _, (_, dv) = packed.parts
     h = jax.ShapeDtypeStruct((*packed.array.shape[:2], heads, dv), packed.array.dtype)
     arrays = h, weight, None, None, None, h
-    options = dict(centered=True, eps=eps)
     norm, decision, _ = dispatch.choose(
-        "layer_norm", NORM_FORMS, implementation, *arrays, **options
+        "layer_norm", NORM_FORMS, implementation, *arrays, centered=True, eps=eps
     )
     if not norm.is_kernel or 2 * heads * dqk % dv:
         return False

@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.reference import floor
-from pallas_kernels.mlstm.walk import narrow
+from pallas_kernels.mlstm.reference import floor, narrow
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one
@@ -63,13 +62,10 @@ def why_slower(q, k, v, *others, **options) -> str | None:
     return "XLA fuses the step of a small state with its neighbours" if size < _SMALL else None
 
 
+# traced and lowered once for all layers
+@functools.partial(jax.jit, static_argnames=("gate", "normalize", "eps"))
 def advance(q, k, v, i, f, state, *, gate, normalize, eps):
     """(h, (C, n, m)), as `reference.step`."""
-    return _advance(gate, normalize, q, k, v, i, f, state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def _advance(gate: str, normalize: bool, q, k, v, i, f, state):
     c, n, m = (x.astype(jnp.float32) for x in state)
     (b, heads, dqk), dv = q.shape, v.shape[-1]
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -158,16 +158,6 @@ class Walker(NamedTuple):
             pl.when(self.y_tile == 0)(s_last)
 
 
-def saturated(x, dtype):
-    """x inside of what dtype can hold, if that is float16."""
-    return jnp.clip(x, -65504.0, 65504.0) if dtype == jnp.float16 else x
-
-
-def narrow(x, dtype, saturate=True):
-    """x in dtype; float16 saturates if `saturate`."""
-    return (saturated(x, dtype) if saturate else x).astype(dtype)
-
-
 def spans(blocks: int, chunks: int, at_once: int) -> int:
     """The number of spans; 1 unless splitting saves more than the first walk costs."""
     most = min(at_once // blocks, chunks // MIN_SPAN)
@@ -230,10 +220,8 @@ def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
         name=f"{form.PREFIX}vlstm_states",
         out_type=(made,),
         scratch_types=(form.scratch(s, with_other),),
-        grid=(batch * s.heads * s.walked * s.tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=batch * s.heads * s.walked * s.tiles),
         num_threads=s.wgs,
-        thread_name="wg",
         # No sum crosses warps, and Hopper's shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(inputs)

@@ -256,11 +256,12 @@ def _backward_tiles(
     program, head = lax.axis_index("program"), lax.axis_index("head")
     weight = None if weight_ref is None else weight_ref.at[head]
     window = lambda ref, tile: ref.at[t.place(ref, tile)]
+    raw = lambda ref, g, c: mosaic.read(t.lines(ref, g, c), t.layout)
 
     def step(i, totals):
         tile = program + i * t.programs
         rows = {
-            k: [[t.raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
+            k: [[raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
             for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
         }
         load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))

@@ -112,10 +112,6 @@ class Tiling(NamedTuple):
             return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
         return ref.at[pl.ds(group * LINES, LINES), chunk]
 
-    def raw(self, ref, group, chunk):
-        """A chunk in registers, in its own dtype."""
-        return mosaic.read(self.lines(ref, group, chunk), self.layout)
-
     def weight(self, ref, chunk):
         """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
         if self.wide:

@@ -166,7 +166,6 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
         ),
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
         num_threads=_WGS,
-        thread_name="wg",
     )(*unpack.by_tile(weight), x)
 
 

@@ -35,14 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.activation import gelu_forward_tile, swiglu_forward_tile
 from pallas_kernels.mosaic import ROW, read
-from pallas_kernels.quantized.formats import (
-    COLUMNS,
-    LANES,
-    TURN,
-    WORDS,
-    Format,
-    QuantizedWeight,
-)
+from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import dot, load_words
 
 _SMS = 132  # of an H100
@@ -193,7 +186,6 @@ def _products(x, parts, norm, residual, dtypes, p: RowPlan):
         ),
         **mosaic.grid(n=sum(blocks)),
         num_threads=p.wgs,
-        thread_name="wg",
         # The sum of a warp needs no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )(

@@ -121,7 +121,6 @@ def _product(x, weight: QuantizedWeight, p: FewPlan):
         ),
         **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
-        thread_name="wg",
     )(*unpack.by_tile(weight), x)
 
 
