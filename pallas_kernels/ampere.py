@@ -80,9 +80,7 @@ def rows_times_rows(x, y):
     across = wgmma_tiles(x.shape[1], x.dtype)[0].tiling[1]  # columns of a swizzled row
     for k in range(0, x.shape[1], across):
         part = pl.ds(k, across)
-        a = plgpu.load(x.at[:, part], layout=plgpu.Layout.MMA_LHS(x.dtype))
-        b = y.at[:, part].transpose((1, 0))
-        acc = plgpu.mma(acc, a, plgpu.load(b, layout=plgpu.Layout.MMA_RHS(y.dtype)))
+        acc = times_columns(acc, left(x.at[:, part]), y.at[:, part])
     return acc
 
 

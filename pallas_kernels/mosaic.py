@@ -56,10 +56,15 @@ def is_tight() -> bool:
     return capability not in ("8.0", "9.0")
 
 
-def load(ref, layout) -> jax.Array:
-    """Loads a global or unswizzled shared ref into registers of `layout`, as float32."""
+def read(ref, layout) -> jax.Array:
+    """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
     # The optimised path supports only swizzled shared memory; these layouts are coalesced anyway.
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load(ref, layout) -> jax.Array:
+    """`read`, as float32."""
+    return read(ref, layout).astype(jnp.float32)
 
 
 def store(ref, value) -> None:
@@ -106,6 +111,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     body(*inputs, *outputs, **scratch): gets one argument for each argument of the call and each
     entry of out_type: a tree of references for a tree of arrays, None for None.
     name: the kernel's name (default: the body's).
+    num_threads: warpgroups of a block, along the axis "wg" unless thread_name says otherwise.
     scratch_types: a dictionary, allocated in its order (plgpu.kernel would sort the names), or a
     list, whose references follow the outputs.
 
@@ -113,6 +119,8 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     then overwrite the first rows of the next.
     """
     _check_interpreter(options.get("num_threads") or 1)
+    if "num_threads" in options:
+        options.setdefault("thread_name", "wg")
     names, types = [], scratch_types
     if isinstance(scratch_types, dict):
         names, types = list(scratch_types), list(scratch_types.values())
@@ -254,4 +262,12 @@ def empty(**arrays) -> str | None:
     for name, x in arrays.items():
         if x is not None and x.size == 0:
             return f"{name} has shape {x.shape}, without elements"
+    return None
+
+
+def not_a_multiple(n: int, **sizes: int) -> str | None:
+    """Which size is 0 or not a multiple of n, or None."""
+    for name, size in sizes.items():
+        if size == 0 or size % n:
+            return f"{name}={size} is not a positive multiple of {n}"
     return None

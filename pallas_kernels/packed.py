@@ -9,6 +9,7 @@ where its kernels can; splitting the array would copy it.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,3 +50,13 @@ class Packed:
         ends = itertools.accumulate(heads * width for heads, width in self.parts[:-1])
         parts = jnp.split(self.array, list(ends), axis=2)
         return [x.reshape(y.shape) for x, y in zip(parts, self.shapes(), strict=True)]
+
+
+def shapes(operands: Packed | tuple) -> Sequence:
+    """The operands, or of a `Packed` their shapes and dtypes."""
+    return operands.shapes() if isinstance(operands, Packed) else operands
+
+
+def split(operands: Packed | tuple) -> Sequence:
+    """The operands, of a `Packed` in copies."""
+    return operands.split() if isinstance(operands, Packed) else operands

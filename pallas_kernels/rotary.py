@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked, custom_vjp
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, shapes, split
 
 Layout = Literal["half", "interleaved"]
 
@@ -74,18 +74,17 @@ def rope(
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
     under implementation="mosaic" for dtypes other than fp32, bf16 and fp16, and for "interleaved".
     """
-    options = dict(theta=theta, scaling=scaling, layout=layout)
+    operands = q if isinstance(q, Packed) else (q, k)
     if isinstance(q, Packed):
         if k is not None:
             raise ValueError("q is packed with k: pass k=None")
         q.check("q", "k", "v")
-        of_q, of_k, _ = q.shapes()
-        positions = _check(of_q, of_k, positions)
-        return dispatch.run("rope", PACKED, implementation, q, positions, **options)
-    if k is None:
+    elif k is None:
         raise ValueError("k is missing: pass it, or q as Packed")
-    positions = _check(q, k, positions)
-    return dispatch.run("rope", FORMS, implementation, q, k, positions, **options)
+    of_q, of_k, *_ = shapes(operands)
+    positions = _check(of_q, of_k, positions)
+    options = dict(theta=theta, scaling=scaling, layout=layout)
+    return dispatch.run("rope", FORMS, implementation, operands, positions, **options)
 
 
 def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
@@ -126,8 +125,20 @@ def cos_sin(positions, d: int, theta, scaling, dtype=jnp.float32):
     return jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
 
 
-def why_not(q, k, positions, *, layout, **options) -> str | None:
+def _in_jnp(operands, positions, **options):
+    q, k, *v = split(operands)
+    rotated = rope_reference(q, k, positions, **options)
+    if not v:
+        return rotated
+    flat = [x.reshape(*x.shape[:2], -1) for x in (*rotated, *v)]
+    return dataclasses.replace(operands, array=jnp.concatenate(flat, axis=2))
+
+
+def why_not(operands, positions, *, layout, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
+    q, k, *v = shapes(operands)
+    if v and q.shape[3] != v[0].shape[3]:
+        return f"q has D={q.shape[3]} and v {v[0].shape[3]}, so heads are not one axis"
     if layout != "half":
         return f"layout={layout!r} is not half"
     return (
@@ -137,7 +148,7 @@ def why_not(q, k, positions, *, layout, **options) -> str | None:
     )
 
 
-def why_slower(q, k, positions, **options) -> str | None:
+def why_slower(operands, positions, **options) -> str | None:
     """Why XLA's form is faster than the kernel (tiles fit the head or the rows badly), or None.
 
     Speed of the kernel relative to XLA in either direction, H100, JAX 0.11.2
@@ -148,6 +159,7 @@ def why_slower(q, k, positions, **options) -> str | None:
         2x500x(8 + 2)x64, 1x333x(8 + 2)x128: 32 and 64 pairs, 8 and 13 left over    0.53
         4x1024x(8 + 2)x96: tiles of 16 pairs, none left over                        1.86
     """
+    q, k, *_ = shapes(operands)
     b, t, _, d = q.shape
     if t == 1:  # generation takes as long as it has kernels
         return "XLA fuses the rotation of one position with other ops"
@@ -157,27 +169,6 @@ def why_slower(q, k, positions, **options) -> str | None:
     if b * t % tile.rows:
         return f"B T={b * t} is not a multiple of {tile.rows}, the positions of a tile"
     return None
-
-
-def _packed_why_not(qkv: Packed, positions, **options) -> str | None:
-    """Why the kernel cannot rotate q and k in place, or None."""
-    q, k, v = qkv.shapes()
-    if q.shape[3] != v.shape[3]:
-        return f"q has D={q.shape[3]} and v {v.shape[3]}, so heads are not one axis"
-    return why_not(q, k, positions, **options)
-
-
-def _packed_why_slower(qkv: Packed, positions, **options) -> str | None:
-    q, k, _ = qkv.shapes()
-    return why_slower(q, k, positions)
-
-
-def _packed_reference(qkv: Packed, positions, **options):
-    """q and k are split off and joined again in copies."""
-    q, k, v = qkv.split()
-    parts = *rope_reference(q, k, positions, **options), v
-    flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in parts]
-    return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
 
 
 def _check(q, k, positions) -> jax.Array:
@@ -292,22 +283,16 @@ _rope.defvjp(
 )
 
 
-def _kernel(q, k, positions, *, theta, scaling, layout):
-    return _rope(theta, scaling, 0, (q, k), positions)
-
-
-def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
-    (h, d), (k, _), _ = qkv.parts
-    x = qkv.array.reshape(*qkv.array.shape[:2], qkv.array.shape[2] // d, d)
+def _kernel(operands, positions, *, theta, scaling, layout):
+    if not isinstance(operands, Packed):
+        return _rope(theta, scaling, 0, operands, positions)
+    (h, d), (k, _), _ = operands.parts
+    x = operands.array.reshape(*operands.array.shape[:2], operands.array.shape[2] // d, d)
     (x,) = _rope(theta, scaling, h + k, (x,), positions)
-    return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
+    return dataclasses.replace(operands, array=x.reshape(operands.array.shape))
 
 
 FORMS = (
     Form("general", _kernel, "sm_80", why_not, why_slower),
-    Form("xla", rope_reference),
-)
-PACKED = (
-    Form("general", _packed_kernel, "sm_80", _packed_why_not, _packed_why_slower),
-    Form("xla", _packed_reference),
+    Form("xla", _in_jnp),
 )

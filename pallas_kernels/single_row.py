@@ -293,7 +293,6 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
             scratch_types=scratch if p.wgs > 1 else {},
             **mosaic.grid(n=sum(blocks)),
             num_threads=p.wgs,
-            thread_name="wg",
             # A row is in one warp, so its sum needs no shared memory.
             compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         )(x, parts, [biases] if activation == "swiglu" else [(b,) for b in biases], norm, residual)
@@ -320,10 +319,9 @@ def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **sm
     wg = lax.axis_index("wg")
     columns = pl.ds(wg * p.share, p.share)
     at = [pl.ds(first + _LINES * i, _LINES) for i in range(p.rows)]
-    load = lambda ref: plgpu.load(ref, layout=_LAYOUT, optimized=False)
     by_row = lambda ref: [None if ref is None else mosaic.load(ref.at[r], _BY_ROW) for r in at]
     # These are the first instructions, so that the bytes arrive while x is normalised.
-    tiles = [[load(ref.at[rows, columns]) for ref in weights] for rows in at]
+    tiles = [[mosaic.read(ref.at[rows, columns], _LAYOUT) for ref in weights] for rows in at]
     others = [by_row(ref) for ref in (residual, *biases)]
     x = _normed(p, x_ref, norm, columns)
     sums = [[jnp.sum(w.astype(jnp.float32) * x, axis=1) for w in tile] for tile in tiles]

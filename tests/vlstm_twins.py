@@ -98,7 +98,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     matmul = functools.partial(reference._matmul, dtype)
     p = max(q.shape[-1], 1) ** -0.5 * matmul(q, k.mT) * jnp.exp(log_d - m[..., None])
     scale = reference._row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
-    return reference._round(jnp.swapaxes(matmul(scale[..., None] * p, v), 1, 2), dtype)
+    return reference.narrow(jnp.swapaxes(matmul(scale[..., None] * p, v), 1, 2), dtype)
 
 
 def states(

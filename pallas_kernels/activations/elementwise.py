@@ -7,7 +7,6 @@ the closer the kernel comes to a plain copy.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,6 @@ def why_slower(x, *others) -> str | None:
 def sigmoid(z):
     """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
-
-
-def activate(y, activation):
-    """The activation of a matmul's sums inside a kernel; of swiglu the factor of its first sums."""
-    if activation == "gelu":
-        return y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
-    return y * sigmoid(y) if activation in ("silu", "swiglu") else y
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape

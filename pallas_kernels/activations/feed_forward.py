@@ -44,12 +44,12 @@ from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
+from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
-_SLOPE = 1.13  # of gelu at most; 1.1 of silu
+_SLOPE, _SILU_SLOPE = 1.13, 1.1  # of gelu and silu, at most
 _STEP = 4096  # elements of a block of `_maxima`
 
 
@@ -82,18 +82,11 @@ def mlp(
     Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
     implementation="mosaic" for a call that no kernel supports.
     """
-    _check(x, up, down, gate, bias)
-    y = dispatch.run(
-        "mlp",
-        FORMS if precision is None else FP8,
-        implementation,
-        *(x, up, down, gate, bias),
-        precision=precision,
-        row_norm=row_norm,
-        totals=totals,
-        implementation=implementation,
-    )
-    return y.astype(x.dtype)
+    arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
+    _check(*arrays)
+    options = dict(precision=precision, row_norm=row_norm, totals=totals)
+    options |= dict(implementation=implementation)  # of the ops inside
+    return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
 
 
 def _summed(up, down, gate, totals):
@@ -205,73 +198,87 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
         return "without a gate the kernel needs a bias"
     return (
         mosaic.mixed_dtypes(x=x, up=up, down=down, gate=gate)
-        or not_a_multiple(TILE, rows=rows, C=c, F=f)
+        or mosaic.not_a_multiple(TILE, rows=rows, C=c, F=f)
         or mosaic.unsupported_dtype(x=x)
     )
 
 
 def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     linear.warn_of_flags()
-    op, first = (_gelu_fp8, (up, bias)) if gate is None else (_swiglu_fp8, (up, gate))
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm, totals).reshape(x.shape)
+    return _fp8(x.reshape(-1, x.shape[-1]), up, down, gate, bias, row_norm, totals).reshape(x.shape)
 
 
 # ---- fp8 ----------------------------------------------------------------------------------------
 
-
-def _cast(a, largest=None):
-    return cast(a, linear.FORWARD, True, largest)
-
-
-def _cast_gradient(dy, down_norm):
-    """dy's cast, and a bound of |dy W_down^T|."""
-    largest, norm = norms(dy)
-    return cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
-
-
-# ---- SwiGLU, fp8 --------------------------------------------------------------------------------
+_cast = functools.partial(cast, dtype=linear.FORWARD, kernel=True)
 
 
 @custom_vjp
-def _swiglu_fp8(x, up, gate, down, row_norm, totals):
-    return _swiglu_fp8_forward(x, up, gate, down, row_norm, totals)[0]
+def _fp8(x, up, down, gate, bias, row_norm, totals):
+    return _fp8_forward(x, up, down, gate, bias, row_norm, totals)[0]
 
 
-def _swiglu_fp8_forward(x, up, gate, down, row_norm, totals):
-    x8, gate8, up8 = _cast(x, row_norm), _cast(gate), _cast(up)
-    # model.remat saves these by name.
-    g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
-    h_largest, *largest = map(named, _maxima(g, u))
-    options = dict(name="swiglu_fp8", approx=x.dtype.itemsize == 2)
-    (h8,), _ = cast_results(
-        activation.swiglu_forward_tile, [g, u], [h_largest], linear.FORWARD, **options
-    )
+def _fp8_forward(x, up, down, gate, bias, row_norm, totals):
+    if gate is None:
+        name, tile = "gelu_fp8", activation.gelu_forward_tile
+        x8, weights8, inputs, largest, slopes = _gelu_inputs(x, up, bias, row_norm)
+    else:
+        name, tile = "swiglu_fp8", activation.swiglu_forward_tile
+        x8, weights8, inputs, largest, slopes = _swiglu_inputs(x, gate, up, row_norm)
+    options = dict(name=name, approx=x.dtype.itemsize == 2)
+    (h8,), _ = cast_results(tile, inputs, [largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
-    down8 = _cast(down, down_largest)
-    kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
-    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, totals)
+    down8 = _cast(down, largest=down_largest)
+    kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (down8, *weights8))
+    like_bias = None if bias is None else bias[:0]
+    saved = inputs, slopes, down_norm, like_bias, totals, *kept
+    return linear.times(h8, down8, x.dtype), saved
 
 
-def _swiglu_fp8_backward(saved, dy):
-    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, totals = saved
-    dy8, dh_largest = _cast_gradient(dy, down_norm)
+def _fp8_backward(saved, dy):
+    inputs, slopes, down_norm, like_bias, totals, x8, h8, down8, *weights8 = saved
+    name, tile = "swiglu_backward_fp8", activation.swiglu_backward_tile
+    if like_bias is not None:
+        name, tile = "gelu_backward_fp8", activation.gelu_backward_tile
+    # The cast of dy, and a bound of |dy W_down^T|.
+    largest, norm = norms(dy)
+    dy8, dh_largest = cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
     dh = linear.times_weight(dy8, down8, dy.dtype)
-    (dg8, du8), _ = cast_results(
-        activation.swiglu_backward_tile,
-        [g, u, dh],
-        [1.1 * dh_largest * u_largest, dh_largest * silu_largest],
-        linear.BACKWARD,
-        name="swiglu_backward_fp8",
-        approx=dy.dtype.itemsize == 2,
-    )
-    dx = linear.times_weight(dg8, gate8, dy.dtype) + linear.times_weight(du8, up8, dy.dtype)
-    pairs = (x8, du8), (h8, dy8), (x8, dg8)
-    (d_up, d_down, d_gate), totals = linear.weight_gradients(totals, dy.dtype, *pairs)
-    return dx, d_up, d_gate, d_down, None, totals
+    bounds = [dh_largest * slope for slope in slopes]
+    options = dict(sums=like_bias is not None, name=name, approx=dy.dtype.itemsize == 2)
+    d8, sums = cast_results(tile, [*inputs, dh], bounds, linear.BACKWARD, **options)
+    dx = [linear.times_weight(d, w, dy.dtype) for d, w in zip(d8, weights8, strict=True)]
+    *of_gate, of_up = ((x8, d) for d in d8)
+    pairs = of_up, (h8, dy8), *of_gate
+    (d_up, d_down, *d_gate), totals = linear.weight_gradients(totals, dy.dtype, *pairs)
+    dbias = sums[0].astype(like_bias.dtype) if sums else None
+    d_gate = d_gate[0] if d_gate else None
+    return functools.reduce(jnp.add, dx), d_up, d_down, d_gate, dbias, None, totals
 
 
-_swiglu_fp8.defvjp(_swiglu_fp8_forward, _swiglu_fp8_backward)
+_fp8.defvjp(_fp8_forward, _fp8_backward)
+
+
+# Each activation has a function of what its kernels begin with: (casts of x and of the weights, the
+# products, a bound of |h|, bounds of the derivatives of h by the products).
+
+
+def _gelu_inputs(x, up, bias, row_norm):
+    x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
+    up_largest, up_norm = norms(up, axis=0)
+    x8, up8 = _cast(x, largest=x_largest), _cast(up, largest=up_largest)
+    z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
+    largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
+    return x8, [up8], [z], largest, [_SLOPE]
+
+
+def _swiglu_inputs(x, gate, up, row_norm):
+    x8, weights8 = _cast(x, largest=row_norm), [_cast(gate), _cast(up)]
+    # model.remat saves these by name.
+    g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in weights8)
+    largest, u_largest, silu_largest = map(named, _maxima(g, u))
+    return x8, weights8, [g, u], largest, [_SILU_SLOPE * u_largest, silu_largest]
 
 
 def _maxima(g, u):
@@ -292,52 +299,6 @@ def _maxima_of_block(g_ref, u_ref, largest_ref):
     silu = g * sigmoid(g)
     for i, a in enumerate((silu * u, u, silu)):
         largest_ref[i, block] = abs(a).max()
-
-
-# ---- GELU, fp8 ----------------------------------------------------------------------------------
-
-
-@custom_vjp
-def _gelu_fp8(x, up, bias, down, row_norm, totals):
-    return _gelu_fp8_forward(x, up, bias, down, row_norm, totals)[0]
-
-
-def _gelu_fp8_forward(x, up, bias, down, row_norm, totals):
-    x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
-    up_largest, up_norm = norms(up, axis=0)
-    x8, up8 = _cast(x, x_largest), _cast(up, up_largest)
-    z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
-    z_largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
-    options = dict(name="gelu_fp8", approx=x.dtype.itemsize == 2)
-    (h8,), _ = cast_results(
-        activation.gelu_forward_tile, [z], [z_largest], linear.FORWARD, **options
-    )
-    down_largest, down_norm = norms(down)
-    down8 = _cast(down, down_largest)
-    kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
-    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, totals)
-
-
-def _gelu_fp8_backward(saved, dy):
-    z, down_norm, like_bias, x8, h8, up8, down8, totals = saved
-    dy8, dh_largest = _cast_gradient(dy, down_norm)
-    dh = linear.times_weight(dy8, down8, dy.dtype)
-    (dz8,), (dbias,) = cast_results(
-        activation.gelu_backward_tile,
-        [z, dh],
-        [_SLOPE * dh_largest],
-        linear.BACKWARD,
-        sums=True,
-        name="gelu_backward_fp8",
-        approx=dy.dtype.itemsize == 2,
-    )
-    pairs = (x8, dz8), (h8, dy8)
-    (d_up, d_down), totals = linear.weight_gradients(totals, dy.dtype, *pairs)
-    dx, dbias = linear.times_weight(dz8, up8, dy.dtype), dbias.astype(like_bias.dtype)
-    return dx, d_up, dbias, d_down, None, totals
-
-
-_gelu_fp8.defvjp(_gelu_fp8_forward, _gelu_fp8_backward)
 
 
 FORMS = (

@@ -72,14 +72,9 @@ def why_not(weight, *inputs) -> str | None:
     for y in (weight, *inputs):
         if y.dtype != x.dtype or y.dtype not in (jnp.bfloat16, jnp.float16):
             return f"weight is {weight.dtype}, inputs are {x.dtype}, not bfloat16 or float16"
-    for name, size, multiple in (
-        ("rows", x.size // max(f, 1), 128),
-        ("F", f, _COLUMNS),
-        ("C", c, _STEP),
-    ):
-        if size == 0 or size % multiple:
-            return f"{name}={size} is not a positive multiple of {multiple}"
-    return None
+    reason = mosaic.not_a_multiple(_ROWS, rows=x.size // max(f, 1))
+    reason = reason or mosaic.not_a_multiple(_COLUMNS, F=f)
+    return reason or mosaic.not_a_multiple(_STEP, C=c)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
@@ -106,10 +101,8 @@ def matmul_with_epilogue(a, b, inputs, tile, *, name, sms: int):
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * t.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * _CHUNKS),
         ),
-        grid=(t.blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=t.blocks),
         num_threads=2,
-        thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(a, b, inputs)[0]
 

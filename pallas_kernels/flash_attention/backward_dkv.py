@@ -49,7 +49,7 @@ def across(acc, rows, tile):
 
 def column(w: Worker, ref, slot, half=0):
     """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
-    stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
+    stat = mosaic.read(ref.at[slot, pl.ds(half * ROWS, ROWS)], COL)
     return along(stat, (ROWS, ROWS), 1)
 
 
@@ -59,7 +59,7 @@ def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, maske
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
-        q_ids = plgpu.load(ids, layout=COL, optimized=False)
+        q_ids = mosaic.read(ids, COL)
         x = masks.same_segment(x, k_ids, q_ids)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
@@ -108,7 +108,7 @@ def wait_for_k(w: Worker, i: KeysItem):
     """Returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
     if w.schedule.packed:
-        return plgpu.load(w.smem.k_ids.at[i.at], layout=ROW, optimized=False)
+        return mosaic.read(w.smem.k_ids.at[i.at], ROW)
     return None
 
 

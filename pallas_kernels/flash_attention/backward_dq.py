@@ -209,7 +209,7 @@ def pass_by(w: Worker, i: Item, low, high):
 def rows_of(w: Worker, i: Item) -> Rows:
     """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
-    stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
+    stat = lambda ref: mosaic.read(ref, ROW)
     tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
     # Without the barrier the compiler would round the product with the logits, not before.
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)

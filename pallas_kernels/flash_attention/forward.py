@@ -179,7 +179,7 @@ def mask(w: Worker, i: Item, x, n):
     s, smem = w.schedule, w.smem
     if not s.packed:
         return queries.in_sight(s, i, x, n)
-    q_ids = plgpu.load(smem.q_ids.at[i.at], layout=ROW, optimized=False)
+    q_ids = mosaic.read(smem.q_ids.at[i.at], ROW)
     x = queries.in_sight(s, i, x, n, q_ids, smem.k_ids.at[keys_of(w).ring.slot(n)])
     plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return x

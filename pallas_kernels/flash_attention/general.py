@@ -148,8 +148,8 @@ def mask(b: Block, tile, x):
         if s.packed:
             ids = segments.q_ids, segments.k_ids
             rows, columns = reversed(ids) if visits.by_keys else ids
-            mine = stat(rows.at[b.batch, b.rows], ROW)
-            others = stat(columns.at[b.batch, pl.ds(column, s.columns)], COL)
+            mine = mosaic.read(rows.at[b.batch, b.rows], ROW)
+            others = mosaic.read(columns.at[b.batch, pl.ds(column, s.columns)], COL)
             x = masks.same_segment(x, mine, others)
         if visits.by_keys:
             q0, k0 = column + visits.offset, b.row
@@ -162,11 +162,6 @@ def mask(b: Block, tile, x):
         )  # fmt: skip
 
     return lax.cond(crosses, masked, lambda x: x, x)
-
-
-def stat(ref, layout):
-    """A number of each row or column, in registers."""
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 # ---- forward ---------------------------------------------------------------------------------
@@ -217,7 +212,7 @@ def dq_begin(b: Block, delta_ref):
     inputs, smem = b.w.inputs, b.w.smem
     load(b, "o", b.head, b.row, buffer="q")  # only delta needs it
     load(b, "do", b.head, b.row)
-    of_rows = lambda ref: stat(ref.at[b.batch, b.head, b.rows], ROW)
+    of_rows = lambda ref: mosaic.read(ref.at[b.batch, b.head, b.rows], ROW)
     mosaic.store(smem.lse2, of_rows(inputs.lse) * LOG2E)
     ampere.wait()
     o, do = (plgpu.load(x, layout=WGMMA).astype(jnp.float32) for x in (smem.q, smem.do))
@@ -240,7 +235,7 @@ def dq_step(b: Block, n, dq):
     ampere.wait()  # for K
     pl.when(tile > b.low)(lambda: load_keys(b, "v", tile - 1))
     x, slope = scores(b, tile, ampere.rows_times_rows(smem.q, smem.k))
-    of_rows = lambda ref: along(stat(ref, ROW), x.shape, 0)
+    of_rows = lambda ref: along(mosaic.read(ref, ROW), x.shape, 0)
     p = jnp.exp2(x - of_rows(smem.lse2))
     ds = p * (dp - of_rows(smem.delta))
     dq = ampere.times_rows(dq, ds if slope is None else ds * slope, smem.k)
@@ -311,7 +306,7 @@ def dkv_step(b: Block, last, n, carry):
     """Adds P^T dO of the n-th step to dV and dS^T Q to dK, as far as `sums` has them."""
     s, smem, (i, sums) = b.w.schedule, b.w.smem, carry
     later = after(b, i)
-    of_columns = lambda ref: along(stat(ref, COL), (s.block, s.columns), 1)
+    of_columns = lambda ref: along(mosaic.read(ref, COL), (s.block, s.columns), 1)
     ampere.wait(1)  # for dO
     dp = ampere.rows_times_rows(smem.v, smem.do) if "dk" in sums else None
     ampere.wait()  # for Q

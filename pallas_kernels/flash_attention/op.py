@@ -37,7 +37,7 @@ from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, custom_vjp
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
@@ -82,39 +82,21 @@ def attention(
     elif k is None or v is None:
         raise ValueError("k and v are missing: pass them, or q as Packed")
     operands = q if isinstance(q, Packed) else (q, k, v)
-    of_q, of_k, of_v = _shapes(operands)
+    of_q, of_k, of_v = shapes(operands)
     check(of_q, of_k, of_v, causal, window, softcap)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
         q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q, of_k))
         segment_ids = q_ids, k_ids
-    return dispatch.run(
-        "attention",
-        FORMS,
-        implementation,
-        operands,
-        segment_ids,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        return_lse=return_lse,
-    )
-
-
-def _shapes(operands):
-    """q, k and v, or their shapes."""
-    return operands.shapes() if isinstance(operands, Packed) else operands
-
-
-def _split(operands):
-    return operands.split() if isinstance(operands, Packed) else operands
+    options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    options |= dict(return_lse=return_lse)
+    return dispatch.run("attention", FORMS, implementation, operands, segment_ids, **options)
 
 
 def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) -> str | None:
     """Why the kernels do not support this call, or None."""
-    q, k, v = _shapes(operands)
+    q, k, v = shapes(operands)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if not q.dtype == k.dtype == v.dtype:
@@ -131,7 +113,7 @@ def cudnn_why_not(
     return_lse=False,
 ) -> str | None:  # fmt: skip
     """Why cuDNN's flash attention cannot replace the kernels, or None."""
-    q, k, v = _shapes(operands)
+    q, k, v = shapes(operands)
     if lack := dispatch.device_lacks("sm_80"):
         return lack
     widest = 128 if dispatch.device_lacks("sm_90") else 256
@@ -166,7 +148,7 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
         return None
     if cudnn_why_not(operands, segment_ids, **options):
         return None
-    q, k, _ = _shapes(operands)
+    q, k, _ = shapes(operands)
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 8:
             return f"the kernel would pad {name}={size} to a multiple of 8"
@@ -259,7 +241,7 @@ def attention_reference(
 
 
 def _in_jnp(operands, segment_ids, **options):
-    return attention_reference(*_split(operands), segment_ids=segment_ids, **options)
+    return attention_reference(*split(operands), segment_ids=segment_ids, **options)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(4, 5))
@@ -328,7 +310,7 @@ masked_reference.defvjp(_reference_forward, _reference_backward)
 
 def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_lse, general: bool):
     """The op by the kernels, in the general form or in Hopper's."""
-    q, k, _ = _shapes(operands)
+    q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     call = Call(
         (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
@@ -339,7 +321,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
         heads = Heads(*(heads for heads, _ in operands.parts[:2]))
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:
-        heads, arrays = None, tuple(_pad(x, general) for x in _split(operands))
+        heads, arrays = None, tuple(_pad(x, general) for x in split(operands))
     if segment_ids is not None:
         segment_ids = pad_segments(segment_ids, call.lengths)
     out, lse = _attention(arrays, segment_ids, call, heads, return_lse)
@@ -365,8 +347,7 @@ def _attention_forward(arrays, segments, call, heads, with_lse):
 def _attention_backward(call, heads, with_lse, saved, cotangents):
     arrays, segments, out, lse = saved
     dout, dlse = cotangents
-    if not with_lse:
-        dlse = None  # it is zero, so the kernels need not read it
+    dlse = dlse if with_lse else None  # it is zero, so the kernels need not read it
     q, k, v = arrays if heads is None else arrays * 3
     return backward(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads), None
 
@@ -405,7 +386,7 @@ FORMS = (
     Form(
         "cudnn",
         lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
-            *_split(operands), causal=causal, scale=scale, window=window
+            *split(operands), causal=causal, scale=scale, window=window
         ),
         "sm_80",
         cudnn_why_not,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import same_segment, visible
 from pallas_kernels.flash_attention.schedule import Schedule, Worker
 from pallas_kernels.mosaic import COL, ROWS
@@ -66,8 +66,7 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
     row, (batch, head) = s.where(item)
     q0 = row + w.wg * ROWS
     limits, same = s.limits(row, batch, w.inputs.segments)
-    low, high = visits.seen(row, row + s.block, *limits)
-    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
+    stream = stream_of(w, item, n0)
     own = visits.seen(q0, q0 + ROWS, *limits)
     whole = visits.whole(q0, q0 + ROWS, *same)
     first, last = stream.top - own[1], stream.top - own[0]
@@ -120,7 +119,7 @@ def in_sight(s: Schedule, i: Item, x, n, q_ids: Any = None, k_ids: Any = None):
     """
     visits = s.visits
     if s.packed:
-        x = same_segment(x, q_ids, plgpu.load(k_ids, layout=COL, optimized=False))
+        x = same_segment(x, q_ids, mosaic.read(k_ids, COL))
     k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)

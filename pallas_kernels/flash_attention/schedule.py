@@ -207,10 +207,8 @@ def launch(
         name=name,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(s.grid,),
-        grid_names=("block",),
+        **mosaic.grid(block=s.grid),
         num_threads=s.wgs,
-        thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, **parameters
         ),

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, not_a_multiple
+from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
@@ -107,14 +107,14 @@ def _plus(y, bias):
 
 def why_not(x, weight) -> str | None:
     """Why the matmuls cannot take fp8 operands, or None."""
-    if reason := not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
+    if reason := mosaic.not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
         return reason
     return mosaic.unsupported_dtype(x=x, weight=weight)
 
 
 def _kernels_why_not(x, weight, *others) -> str | None:
     """Why the kernels cannot cast the operands, or None."""
-    return why_not(x, weight) or not_a_multiple(TILE, **_sizes(x, weight))
+    return why_not(x, weight) or mosaic.not_a_multiple(TILE, **_sizes(x, weight))
 
 
 def _sizes(x, weight) -> dict[str, int]:

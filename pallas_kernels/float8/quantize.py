@@ -93,14 +93,6 @@ def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
-def not_a_multiple(n: int, **sizes: int) -> str | None:
-    """Which size is 0 or not a multiple of n, or None."""
-    for name, size in sizes.items():
-        if size == 0 or size % n:
-            return f"{name}={size} is not a positive multiple of {n}"
-    return None
-
-
 def _largest(x):
     """max |x|, infinite if x has an infinity or a NaN."""
     return _sizes(x).max(initial=0).astype(jnp.float32)
@@ -263,7 +255,7 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
 
 def _along(row_ref):
     """One number of each row, in all its columns."""
-    numbers = plgpu.load(row_ref, layout=_ACROSS.reduce(1), optimized=False)
+    numbers = mosaic.read(row_ref, _ACROSS.reduce(1))
     return mosaic.along(numbers, (_WORDS, TILE), 0)
 
 

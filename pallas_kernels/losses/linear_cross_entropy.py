@@ -105,7 +105,7 @@ def linear_cross_entropy(
     if total is not None and reduction == "mean":
         raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
-    if fp8 and (reason := quantize.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
+    if fp8 and (reason := mosaic.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False

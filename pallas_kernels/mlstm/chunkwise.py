@@ -37,14 +37,14 @@ class CellForm(NamedTuple):
 
 # TMA copies groups of 8 rows into wgmma's layout.
 HOPPER = CellForm(
-    functools.partial(states, form=inter_chunk.FORM),
-    functools.partial(intra.chunk_outputs, form=intra_chunk.FORM),
+    functools.partial(states, form=inter_chunk),
+    functools.partial(intra.chunk_outputs, form=intra_chunk),
     largest=128,
     rows=8,
 )
 GENERAL = CellForm(
-    functools.partial(states, form=general_states.FORM),
-    functools.partial(intra.chunk_outputs, form=general_outputs.FORM),
+    functools.partial(states, form=general_states),
+    functools.partial(intra.chunk_outputs, form=general_outputs),
     largest=64,
     rows=1,
 )

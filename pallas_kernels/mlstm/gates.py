@@ -175,10 +175,6 @@ def _shifted(x, axis, n):
 
 def _suffix_sums(x):
     """Sums from each element to the last one of the last axis, in two steps like `_within`."""
-    width = x.shape[-1] // 4
-    x = lax.optimization_barrier(_suffix_step(x, 1, width))
-    return _suffix_step(x, width, 4)
-
-
-def _suffix_step(x, stride, terms):
-    return sum((_shifted((x,), -1, -stride * n)[0] for n in range(1, terms)), x)
+    width, after = x.shape[-1] // 4, lambda x, n: _shifted((x,), -1, -n)[0]
+    x = lax.optimization_barrier(sum((after(x, n) for n in range(1, width)), x))
+    return sum((after(x, width * n) for n in range(1, 4)), x)

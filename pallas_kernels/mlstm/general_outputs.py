@@ -14,20 +14,20 @@ A result leaves through the slot of the last square that it needed.  As a result
 the next mma wants its left operand.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm import intra
-from pallas_kernels.mlstm.intra import Chunk, Inputs, Schedule, Worker, sum_rows
-from pallas_kernels.mlstm.walk import narrow, saturated
+from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
+from pallas_kernels.mlstm.reference import narrow, saturated
 from pallas_kernels.mosaic import WGMMA
 
+PREFIX = "general_"  # of the kernels' names
 SIZE = 64  # positions of a chunk, and edge of all tiles
 
 
@@ -42,9 +42,9 @@ class GeneralScratch(NamedTuple):
 
 def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     del sms
-    vectors = inputs.vectors.copy()
-    for name, x in vectors.items():  # shared memory gets lines of float32
-        vectors[name] = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+    # Shared memory gets lines of float32.
+    line = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+    vectors = jax.tree.map(line, inputs.vectors)
     states = inputs.states.reshape(s.items, *inputs.states.shape[3:-1], -1, SIZE)
     return s._replace(rings_y=1), inputs._replace(states=states, vectors=vectors)
 
@@ -59,103 +59,95 @@ def scratch(s: Schedule, vectors) -> GeneralScratch:
     )
 
 
-class GeneralWorker(Worker):
-    """A block, whose vectors are in shared memory."""
+# Load.
 
-    # Load.
 
-    def begin(self):
-        """Loads what comes first."""
-        s, c, smem, inputs = self.schedule, self.chunk, self.smem, self.inputs
-        words = plgpu.Layout.WG_STRIDED((intra.ORDER,), vec_size=1)
-        mosaic.store(smem.order, plgpu.load(inputs.order, layout=words, optimized=False))
-        for name, ref in inputs.vectors.items():
-            target = smem.vectors[name]
-            ampere.load_line(ref, target, c.b, c.h, c.index * target.shape[0])
-        for part in range(s.parts):
-            tile = inputs.a.tile(c.h, part)
-            ampere.load_rows(inputs.a.array, self.a(part), c.b, tile, self.row0, s.length)
-        ampere.meet()
-        for n in range(s.slots - 1):
-            self.load(jnp.int32(n))
+def begin(w: Worker):
+    """Loads what comes first."""
+    s, smem, inputs = w.schedule, w.smem, w.inputs
+    words = plgpu.Layout.WG_STRIDED((intra.ORDER,), vec_size=1)
+    mosaic.store(smem.order, mosaic.read(inputs.order, words))
+    for name, ref in inputs.vectors.items():
+        target = smem.vectors[name]
+        ampere.load_line(ref, target, w.b, w.h, w.index * target.shape[0])
+    for part in range(s.parts):
+        tile = inputs.a.tile(w.h, part)
+        ampere.load_rows(inputs.a.array, w.a.at[part], w.b, tile, w.row0, s.length)
+    ampere.meet()
+    for n in range(s.slots - 1):
+        load(w, jnp.int32(n))
 
-    def load(self, n):
-        """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
-        s, c, inputs, steps = self.schedule, self.chunk, self.inputs, len(self.schedule.order)
-        word = self.smem.order[jnp.minimum(n, steps - 1)]
-        kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
-        slot, there = self.smem.ring.at[lax.rem(n, s.slots)], n < steps
-        length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
-        of_chunk = lambda x: (
-            lambda: ampere.load_rows(x.array, slot, c.b, c.h * x.tiles + j, self.row0, length)
-        )
-        lax.switch(
-            kind,
-            [
-                of_chunk(inputs.b),
-                of_chunk(inputs.x),
-                lambda: ampere.load_rows(inputs.states, slot, c.item, j, i * SIZE, of_state),
-            ]
-            + [of_chunk(inputs.y)] * s.transposes_state,
-        )
 
-    def square(self, n):
-        """The n-th square.  All threads have done then with the one before it."""
-        slots = self.schedule.slots
-        ampere.wait(slots - 2)
-        self.load(n + slots - 1)
-        return self.smem.ring.at[lax.rem(n, slots)]
+def load(w: Worker, n):
+    """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
+    s, inputs, steps = w.schedule, w.inputs, len(w.schedule.order)
+    word = w.smem.order[jnp.minimum(n, steps - 1)]
+    kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
+    slot, there = w.smem.ring.at[lax.rem(n, s.slots)], n < steps
+    length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
+    of_chunk = lambda x: (
+        lambda: ampere.load_rows(x.array, slot, w.b, w.h * x.tiles + j, w.row0, length)
+    )
+    squares = [
+        of_chunk(inputs.b),
+        of_chunk(inputs.x),
+        lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state),
+    ]
+    lax.switch(kind, squares + [of_chunk(inputs.y)] * s.transposes_state)
 
-    # Multiply.
 
-    def a(self, part):
-        return self.smem.a.at[part]
+def square(w: Worker, n):
+    """The n-th square.  All threads have done then with the one before it."""
+    slots = w.schedule.slots
+    ampere.wait(slots - 2)
+    load(w, n + slots - 1)
+    return w.smem.ring.at[lax.rem(n, slots)]
 
-    def a_times(self, n, transpose):
-        multiply = ampere.times_columns if transpose else ampere.times_rows
 
-        def one(part, acc):
-            right = self.square(n + part)
-            return multiply(acc, ampere.left(self.a(part)), right)
+# Multiply.
 
-        return lax.fori_loop(0, self.schedule.parts, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
-    def y_times_x(self, n):
-        def one(tile, acc):
-            y = ampere.left(self.square(n + 2 * tile))
-            return ampere.times_columns(acc, y, self.square(n + 2 * tile + 1))
+def a_times(w: Worker, n, tile):
+    turned = tile is None or w.schedule.transposes_state
+    multiply = ampere.times_columns if turned else ampere.times_rows
 
-        return lax.fori_loop(0, self.schedule.tiles, one, mosaic.zeros((SIZE, SIZE), WGMMA))
+    def one(part, acc):
+        right = square(w, n + part)
+        return multiply(acc, ampere.left(w.a.at[part]), right)
 
-    def sums_with_y(self, z, tile, n):
-        return sum_rows(z * plgpu.load(self.square(n), layout=WGMMA).astype(jnp.float32))
+    return lax.fori_loop(0, w.schedule.parts, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
-    def anew(self):
-        c = self.chunk
-        return replace(self, chunk=c._replace(index=intra.materialize(c.index)))
 
-    def left(self, weights):
-        s = self.schedule
-        weights = saturated(weights, s.dtype) if s.mode == "forward" else weights
-        return ampere.as_left(weights, s.dtype)
+def y_times_x(w: Worker, n):
+    def one(tile, acc):
+        y = ampere.left(square(w, n + 2 * tile))
+        return ampere.times_columns(acc, y, square(w, n + 2 * tile + 1))
 
-    def finish(self, tile, start, weights, n):
-        s, c, x = self.schedule, self.chunk, self.square(n)
-        out = ampere.times_rows(start, weights, x)
-        ampere.meet()  # all have read X, whose place the result takes
-        x[...] = narrow(out, s.dtype, s.mode == "forward")
-        ampere.meet()
-        ampere.store_rows(x, self.out.array, c.b, self.out.tile(c.h, tile), self.row0, s.length)
+    return lax.fori_loop(0, w.schedule.tiles, one, mosaic.zeros((SIZE, SIZE), WGMMA))
+
+
+def sums_with_y(w: Worker, z, tile, n):
+    return sum_rows(z * plgpu.load(square(w, n), layout=WGMMA).astype(jnp.float32))
+
+
+def left(w: Worker, weights):
+    s = w.schedule
+    weights = saturated(weights, s.dtype) if s.mode == "forward" else weights
+    return ampere.as_left(weights, s.dtype)
+
+
+def finish(w: Worker, tile, start, weights, n):
+    s, x = w.schedule, square(w, n)
+    out = ampere.times_rows(start, weights, x)
+    ampere.meet()  # all have read X, whose place the result takes
+    x[...] = narrow(out, s.dtype, s.mode == "forward")
+    ampere.meet()
+    ampere.store_rows(x, w.out.array, w.b, w.out.tile(w.h, tile), w.row0, s.length)
 
 
 def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: GeneralScratch):
-    item = lax.axis_index("block")
-    b, h, index = intra.locate(s, item)
-    c = Chunk(item, b, h, index, pl.ds(0, SIZE), ())
-    w = GeneralWorker(s, inputs, inputs.joint or out, stat_refs, smem, smem.vectors, c)
-    w.begin()
+    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, smem.a, vectors=smem.vectors)
+    w = w.at(lax.axis_index("block"))
+    begin(w)
     intra.one_chunk(w, 0)
     ampere.wait()  # the zeros past the last square may still be under way
-
-
-FORM = intra.ChunkForm("general_", prepared, scratch, body)

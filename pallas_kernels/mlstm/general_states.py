@@ -25,9 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkForm, WalkInputs, narrow
+from pallas_kernels.mlstm.reference import narrow
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
+PREFIX = "general_"  # of the kernel's name
 SIZE = 64  # positions of a chunk, and edge of all tiles
 
 
@@ -42,7 +44,7 @@ class GeneralWalkScratch(NamedTuple):
     out: Any
 
 
-def _prepared(s: Walk, inputs: WalkInputs, out_types):
+def prepared(s: Walk, inputs: WalkInputs, out_types):
     batch, heads, chunks = inputs.decay.shape
     squares = (batch * heads * chunks, s.x_tiles * SIZE, s.y_tiles, SIZE)
     flat = lambda z: z.reshape(batch, heads, -1)
@@ -53,7 +55,7 @@ def _prepared(s: Walk, inputs: WalkInputs, out_types):
     return inputs._replace(weight=weight, vector=vector, other=other), out_types
 
 
-def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
+def scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
     return GeneralWalkScratch(
@@ -66,7 +68,7 @@ def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     )
 
 
-def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
+def body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
     w = Walker.of(s, inputs, outputs, smem)
     _load(w, 0)
     carry = w.decay(0), *w.first(ROW)
@@ -107,14 +109,10 @@ def _step(w: Walker, n, carry):
         w.multiply_other(n, state, smem.other.at[stage])
     # Decay the state and add X^T Y.
     x = plgpu.load(smem.x.at[stage].transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
-    across = lambda ref: along(_columns(ref.at[stage]), x.shape, 1)
+    across = lambda ref: along(mosaic.load(ref.at[stage], COL), x.shape, 1)
     state = ampere.times_rows(state * decay, x * across(smem.weight), smem.y.at[stage])
     add = lambda: sums * decay + jnp.sum(x * across(smem.vector), axis=1)
     return ahead, state, lax.cond(w.y_tile == 0, add, lambda: sums)
-
-
-def _columns(ref):
-    return plgpu.load(ref, layout=COL, optimized=False)
 
 
 def _store_state(w: Walker, n, state, sums):
@@ -124,6 +122,3 @@ def _store_state(w: Walker, n, state, sums):
     row, end = w.x_tile * SIZE, s.x_tiles * SIZE
     ampere.store_rows(out, outputs.before, _item(w, n), w.y_tile, row, end)
     w.store_before(n, sums)
-
-
-FORM = WalkForm("general_", _scratch, _body, _prepared)

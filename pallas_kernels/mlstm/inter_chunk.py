@@ -19,10 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkForm, WalkInputs, narrow
+from pallas_kernels.mlstm.reference import narrow
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
+PREFIX = ""  # of the kernel's name
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
 
 
@@ -40,7 +42,11 @@ class WalkScratch(NamedTuple):
     other_full: Any  # for each warpgroup
 
 
-def _scratch(s: Walk, with_other: bool) -> WalkScratch:
+def prepared(s: Walk, inputs: WalkInputs, out_types):
+    return inputs, out_types
+
+
+def scratch(s: Walk, with_other: bool) -> WalkScratch:
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
     )
@@ -57,7 +63,7 @@ def _scratch(s: Walk, with_other: bool) -> WalkScratch:
     )
 
 
-def _body(s: Walk, inputs: WalkInputs, outputs, smem: WalkScratch):
+def body(s: Walk, inputs: WalkInputs, outputs, smem: WalkScratch):
     wg = lax.axis_index("wg")
     # The last warpgroup loads what all read; each loads its own columns of X.
     ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
@@ -132,7 +138,7 @@ def _step(w: Walker, acc, n, carry):
     pl.when(n > 0)(lambda: w.ring.refill(n - 1, functools.partial(_load_common, w)))
     # Load X and scale it.
     w.ring.wait(n)
-    weight = plgpu.load(smem.vectors.at[stage, 0], layout=ROW, optimized=False)
+    weight = mosaic.read(smem.vectors.at[stage, 0], ROW)
     x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
     smem.scaled[w.wg] = (x * mosaic.along(weight, x.shape, 0)).astype(w.schedule.dtype)
     plgpu.commit_smem()
@@ -166,8 +172,5 @@ def _sum_columns(w: Walker, stage):
     # Read X again, transposed: a column's sum is then in 4 lanes and not in all warps.
     square = w.smem.x.at[stage, w.wg].transpose((1, 0))
     x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)
-    vector = plgpu.load(w.smem.vectors.at[stage, 1], layout=TRANSPOSED.reduce(0), optimized=False)
+    vector = mosaic.read(w.smem.vectors.at[stage, 1], TRANSPOSED.reduce(0))
     return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
-
-
-FORM = WalkForm("", _scratch, _body)

@@ -14,14 +14,20 @@ else 0.  dq and dk also compute Y X^T (q k^T, transposed for dk), so that dh . h
 dP * P, which give the gates' gradients, use W before it is rounded.
 
 All operands but the vectors are loaded as squares of edge L; A stays in shared memory, the others
-pass through a ring in the order of `load_order`.  Here are the modes, their vectors and the call;
-intra_chunk.py loads and multiplies on Hopper, general_outputs.py on every GPU since Ampere.
+pass through a ring in the order of `Schedule.order`.  Here are the modes, their vectors and the
+call; intra_chunk.py loads and multiplies on Hopper, general_outputs.py on every GPU since Ampere.
+Such a form is a module with functions of w, a Worker, and n, the number of a square in the ring:
+
+    a_times(w, n, tile)                 A times the states of a tile, or for None A B^T
+    y_times_x(w, n)                     Y X^T, from the last tile to the first
+    sums_with_y(w, z, tile, n)          the sums of the rows of z * Y
+    left(w, weights)                    W, rounded, as the left operand of a matmul
+    finish(w, tile, start, weights, n)  stores a tile of start + W X
 """
 
-import collections
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -51,6 +57,7 @@ ORDER = 128  # squares that the list in shared memory has room for
 class Schedule(NamedTuple):
     """The static arguments of a call and the split of its work."""
 
+    form: ModuleType
     mode: Mode
     normalize: bool
     packed: bool  # several documents in a sequence
@@ -117,91 +124,40 @@ class Inputs(NamedTuple):
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 
-class Chunk(NamedTuple):
-    """A chunk of a sequence and head, as one warpgroup sees it."""
-
-    item: Any
-    b: Any
-    h: Any
-    index: Any  # n of N
-    mine: Any  # the warpgroup's positions in the chunk
-    at: tuple  # index of the chunk in `Worker.vectors`
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A warpgroup of a block and its work.  n is the number of a square in the ring."""
+class Worker(NamedTuple):
+    """A warpgroup of a block, and its chunk of a sequence and head."""
 
     schedule: Schedule
     inputs: Inputs
     out: Heads
     stat_refs: tuple
     smem: Any
-    vectors: dict[str, Any]  # in global or shared memory
-    chunk: Any  # a Chunk, None before the first
+    a: Any  # its rows of A's squares, in shared memory
+    wg: Any = 0  # index among the warpgroups that share a chunk
+    thread: Any = 0  # index among all warpgroups of the block
+    first: Any = None  # the item of its team's first chunk
+    ring: Any = None  # of its team, on Hopper
+    item: Any = None
+    b: Any = None
+    h: Any = None
+    index: Any = None  # n of N
+    vectors: Any = None  # of the chunk: name -> reference
+
+    def at(self, item):
+        """The same for another chunk."""
+        pair, index = mosaic.divide(item, self.schedule.chunks)
+        b, h = mosaic.divide(pair, self.schedule.heads)
+        return self._replace(item=item, b=b, h=h, index=index)
+
+    @property
+    def mine(self):
+        """Its positions in the chunk."""
+        return pl.ds(self.wg * ROWS, ROWS)
 
     @property
     def row0(self):
-        """The warpgroup's first position in the sequence."""
-        return self.chunk.index * self.schedule.size + self.chunk.mine.start
-
-    def a(self, part):
-        """The warpgroup's rows of a square of A, in shared memory."""
-        raise NotImplementedError
-
-    def a_times(self, n, transpose):
-        """A times `parts` squares, from the n-th on."""
-        raise NotImplementedError
-
-    def done_with_a(self):
-        """A is not read any more in this chunk."""
-
-    def y_times_x(self, n):
-        """Y X^T, from the last tile to the first."""
-        raise NotImplementedError
-
-    def load_y(self, tile):
-        """Starts to load a tile of Y, of which the first is there after `y_times_x`."""
-
-    def sums_with_y(self, z, tile, n):
-        """The sums of the rows of z * Y; n: the number of Y where it passes through the ring."""
-        raise NotImplementedError
-
-    def left(self, weights):
-        """W, rounded, as the left operand of a matmul."""
-        raise NotImplementedError
-
-    def computed(self, x):
-        """x, which dq must not compute later: on Hopper its factors would stay in registers."""
-        return x
-
-    def anew(self):
-        """This worker, for a second D: in the general form the first one's would stay there."""
-        return self
-
-    def finish(self, tile, start, weights, n):
-        """Stores a tile of start + W X; n: the number of X."""
-        raise NotImplementedError
-
-
-class ChunkForm(NamedTuple):
-    """A form of the kernel."""
-
-    prefix: str  # of the kernel's name
-    prepared: Callable  # (schedule, inputs, sms) -> (schedule, inputs)
-    scratch: Callable  # (schedule, vectors) -> shared memory
-    body: Callable  # (schedule, inputs, out, stat_refs, shared memory)
-
-
-def locate(s: Schedule, item):
-    """Sequence, head and chunk of an item."""
-    pair, chunk = mosaic.divide(item, s.chunks)
-    return *mosaic.divide(pair, s.heads), chunk
-
-
-def nth_square(s: Schedule, n):
-    """The n-th square along an axis."""
-    return pl.ds(n * s.size, s.size)
+        """Its first position in the sequence."""
+        return self.index * self.schedule.size + self.wg * ROWS
 
 
 # Vectors and tiles of W.
@@ -218,15 +174,14 @@ def broadcast_rows(w: Worker, vector):
 
 def load_rows(w: Worker, name):
     """Loads a vector at the warpgroup's rows."""
-    c = w.chunk
-    return plgpu.load(w.vectors[name].at[*c.at, c.mine], layout=ROW, optimized=False)
+    return mosaic.read(w.vectors[name].at[w.mine], ROW)
 
 
 def load_columns(w: Worker, name, tile=0):
     """Loads a vector at a tile's columns and broadcasts it to all rows."""
-    at = w.vectors[name].at[*w.chunk.at, nth_square(w.schedule, tile)]
-    vector = plgpu.load(at, layout=COL, optimized=False)
-    return mosaic.along(vector, (ROWS, w.schedule.size), 1)
+    size = w.schedule.size
+    vector = mosaic.read(w.vectors[name].at[pl.ds(tile * size, size)], COL)
+    return mosaic.along(vector, (ROWS, size), 1)
 
 
 def load_tile(w: Worker, name):
@@ -237,23 +192,21 @@ def load_tile(w: Worker, name):
 
 
 def store_stats(w: Worker, *stats):
-    c = w.chunk
     for ref, value in zip(w.stat_refs, stats, strict=True):
-        mosaic.store(ref.at[c.b, c.h, c.index, c.mine], value)
+        mosaic.store(ref.at[w.b, w.h, w.index, w.mine], value)
 
 
 def decays(w: Worker):
     """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
-    s, c = w.schedule, w.chunk
+    s, start = w.schedule, w.index * w.schedule.size
     # Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
     # registers throughout the kernel.  Positions in the sequence are not.
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
-    i, j = w.row0 + iota(0, layout=WGMMA), c.index * s.size + iota(1, layout=WGMMA)
+    i, j = w.row0 + iota(0, layout=WGMMA), start + iota(1, layout=WGMMA)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:
-        start = load_tile(w, "start").astype(jnp.int32)
-        visible = visible & (position >= start + c.index * s.size)
+        visible = visible & (position >= load_tile(w, "start").astype(jnp.int32) + start)
     return jnp.exp2(jnp.where(visible, load_tile(w, "row") + load_tile(w, "col"), -jnp.inf))
 
 
@@ -269,7 +222,7 @@ def forward(w: Worker, ab, n):
     if s.normalize:
 
         def q_times_n(part, sums):
-            q = plgpu.load(w.a(part), layout=WGMMA).astype(jnp.float32)
+            q = plgpu.load(w.a.at[part], layout=WGMMA).astype(jnp.float32)
             return sums + sum_rows(q * load_columns(w, "along", part))
 
         qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
@@ -279,11 +232,11 @@ def forward(w: Worker, ab, n):
         sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
     store_stats(w, norm, sign)
     # Add the values of the chunk and the part from the state, and store.
-    finish_all(w, w.left(weights * broadcast_rows(w, norm)), scale * norm, n)
+    finish_all(w, s.form.left(w, weights * broadcast_rows(w, norm)), scale * norm, n)
 
 
 def backward_dv(w: Worker, ab, n):
-    finish_all(w, w.left(ab * decays(w)), load_rows(w, "scale"), n)
+    finish_all(w, w.schedule.form.left(w, ab * decays(w)), load_rows(w, "scale"), n)
 
 
 def finish_all(w: Worker, weights, scale, n):
@@ -293,9 +246,8 @@ def finish_all(w: Worker, weights, scale, n):
     @pl.loop(0, s.tiles)
     def _(tile):
         step = n + tile * (s.parts + 1)
-        through = w.a_times(step, False) * broadcast_rows(w, scale)
-        pl.when(tile == s.tiles - 1)(w.done_with_a)
-        w.finish(tile, through, weights, step + s.parts)
+        through = s.form.a_times(w, step, tile) * broadcast_rows(w, scale)
+        s.form.finish(w, tile, through, weights, step + s.parts)
 
 
 def backward_dk(w: Worker, ab, n):
@@ -304,18 +256,16 @@ def backward_dk(w: Worker, ab, n):
     weights = materialize((ab + load_tile(w, "shift")) * decays(w))
     scale = load_rows(w, "scale")
     # Sum the input gate's gradient from the chunk.
-    inside = sum_rows(weights * w.y_times_x(n))
-    weights, n = w.left(weights), n + s.tiles * (1 + s.rings_y)
+    inside = sum_rows(weights * s.form.y_times_x(w, n))
+    weights, n = s.form.left(w, weights), n + s.tiles * (1 + s.rings_y)
 
     # Compute and store dk, and sum the input gate's gradient from the state.
     def one_tile(tile, sums):
-        w.load_y(tile)
         step = n + tile * (s.parts + s.rings_y + 1)
-        through = w.a_times(step, True) + load_columns(w, "along", tile)
+        through = s.form.a_times(w, step, tile) + load_columns(w, "along", tile)
         through = through * broadcast_rows(w, scale)
-        pl.when(tile == s.tiles - 1)(w.done_with_a)
-        sums += w.sums_with_y(through, tile, step + s.parts)
-        w.finish(tile, through, weights, step + s.parts + s.rings_y)
+        sums += s.form.sums_with_y(w, through, tile, step + s.parts)
+        s.form.finish(w, tile, through, weights, step + s.parts + s.rings_y)
         return sums
 
     outside = lax.fori_loop(0, s.tiles, one_tile, mosaic.zeros((ROWS,), ROW))
@@ -326,24 +276,22 @@ def backward_dq(w: Worker, ab, n):
     """Computes dq.  W needs the shift, to which the state contributes."""
     s = w.schedule
     # Weight the scores by their decays.
-    weights, scale = w.computed(ab * decays(w)), load_rows(w, "scale")
+    weights, scale = materialize(ab * decays(w)), load_rows(w, "scale")
     # Sum dh . h from the chunk and from the state, whose tiles all stay in registers.
-    dot = sum_rows(weights * w.y_times_x(n))
+    dot = sum_rows(weights * s.form.y_times_x(w, n))
     n, through = n + s.tiles * (1 + s.rings_y), []
     for tile in range(s.tiles):
-        w.load_y(tile)
-        through.append(w.a_times(n, True))
-        dot += scale * w.sums_with_y(through[-1], tile, n + s.parts)
+        through.append(s.form.a_times(w, n, tile))
+        dot += scale * s.form.sums_with_y(w, through[-1], tile, n + s.parts)
         n += s.parts + s.rings_y
-    w.done_with_a()
     store_stats(w, dot)
     # Add the normaliser's part of the gradient of every weight in a row.
-    w, shift = w.anew(), load_rows(w, "sign") * dot
-    weights = w.computed(w.left(weights + decays(w) * broadcast_rows(w, shift)))
+    shift = load_rows(w, "sign") * dot
+    weights = materialize(s.form.left(w, weights + decays(w) * broadcast_rows(w, shift)))
     # Compute and store dq.
     for tile, part in enumerate(through):
         part = part + broadcast_rows(w, shift) * load_columns(w, "along", tile)
-        w.finish(tile, part * broadcast_rows(w, scale), weights, n + tile)
+        s.form.finish(w, tile, part * broadcast_rows(w, scale), weights, n + tile)
 
 
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
@@ -352,13 +300,13 @@ MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backwar
 def one_chunk(w: Worker, n):
     """Computes a chunk, whose first square has the number n."""
     s = w.schedule
-    MODES[s.mode](w, w.a_times(n, True), n + s.parts)
+    MODES[s.mode](w, s.form.a_times(w, n, None), n + s.parts)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "sms"))
 def chunk_outputs(
     a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
-    joint=None, *, form: ChunkForm, mode: Mode, normalize=True, sms: int,
+    joint=None, *, form: ModuleType, mode: Mode, normalize=True, sms: int,
 ):  # fmt: skip
     """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
 
@@ -376,11 +324,10 @@ def chunk_outputs(
     (batch, heads, chunks, size), length = vectors["row"].shape, a.array.shape[1]
     items = batch * heads * chunks
     s = Schedule(
-        mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks, items,
-        size, a.tiles, x.tiles, blocks=items, slots=3,
+        form, mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks,
+        items, size, a.tiles, x.tiles, blocks=items, slots=3,
     )  # fmt: skip
-    # JAX would sort the keys of a plain dict.
-    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
+    given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
     if along is not None:
         given["along"] = along
     shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
@@ -395,13 +342,11 @@ def chunk_outputs(
     order = jnp.array(order + [0] * (ORDER - len(order)), jnp.int32)
     out, stats = mosaic.kernel(
         functools.partial(form.body, s),
-        name=f"{form.prefix}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
+        name=f"{form.PREFIX}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(place if joint is None else None, (of_position,) * STATS[mode]),
         scratch_types=(form.scratch(s, inputs.vectors),),
-        grid=(s.blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=s.blocks),
         num_threads=s.teams * s.wgs,
-        thread_name="wg",
         # No sum crosses warps, and Hopper's shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(inputs._replace(order=order))

@@ -19,7 +19,6 @@ chunk.
 """
 
 import functools
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,11 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import intra
-from pallas_kernels.mlstm.intra import Chunk, Inputs, Schedule, Worker, locate, nth_square, sum_rows
-from pallas_kernels.mlstm.walk import narrow
+from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
+from pallas_kernels.mlstm.reference import narrow
 from pallas_kernels.mosaic import ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
+PREFIX = ""  # of the kernels' names
 SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
 TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
 
@@ -79,170 +79,164 @@ def scratch(s: Schedule, vectors) -> Scratch:
     )
 
 
-@dataclass(frozen=True)
-class HopperWorker(Worker):
-    """A warpgroup of a block; n counts the squares of all chunks of its team."""
+# Load: the ring, A and Y.
 
-    thread: Any  # index among all warpgroups of the block
-    wg: Any  # index among the warpgroups that share a chunk
-    first: Any  # the item of its team's first chunk
-    ring: Ring  # of the team
 
-    # Load: the ring, A and Y.
+def load_square(w: Worker, n):
+    """Starts to load the square of step n, counted over all chunks of the team."""
+    s, inputs = w.schedule, w.inputs
+    turn, step = mosaic.divide(n, len(s.order))
+    c = w.at(w.first + turn * (s.blocks * s.teams))
+    word = w.smem.order[step]
+    kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
+    rows = pl.ds(c.index * s.size, s.size)
+    of_chunk = lambda x: lambda: x.array.at[c.b, rows, c.h * x.tiles + j]
+    at = pl.ds(i * s.size, s.size), pl.ds(j * s.size, s.size)
+    squares = [
+        of_chunk(inputs.b),
+        of_chunk(inputs.x),
+        lambda: inputs.states.at[c.b, c.h, c.index, *at],
+    ]
+    into = w.ring.into(n, w.smem.ring)
+    copies = [lambda at=at: plgpu.copy_gmem_to_smem(at(), *into) for at in squares]
+    pl.when(c.item < s.items)(lambda: lax.switch(kind, copies))
 
-    def load_square(self, n):
-        """Starts to load the square of step n."""
-        s, inputs = self.schedule, self.inputs
-        turn, step = mosaic.divide(n, len(s.order))
-        item = self.first + turn * (s.blocks * s.teams)
-        b, h, chunk = locate(s, item)
-        word = self.smem.order[step]
-        kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
-        rows = nth_square(s, chunk)
-        of_chunk = lambda x: lambda: x.array.at[b, rows, h * x.tiles + j]
-        at = pl.ds(i * s.size, s.size), pl.ds(j * s.size, s.size)
-        squares = [
-            of_chunk(inputs.b),
-            of_chunk(inputs.x),
-            lambda: inputs.states.at[b, h, chunk, *at],
-        ]
-        into = self.ring.into(n, self.smem.ring)
-        copies = [lambda at=at: plgpu.copy_gmem_to_smem(at(), *into) for at in squares]
-        pl.when(item < s.items)(lambda: lax.switch(kind, copies))
 
-    def release(self, n):
-        """Frees the slot of step n; after its last use a new square is loaded into it."""
-        self.ring.release(n)
-        self.ring.refill(n, self.load_square)
+def release(w: Worker, n):
+    """Frees the slot of step n; after its last use a new square is loaded into it."""
+    w.ring.release(n)
+    w.ring.refill(n, functools.partial(load_square, w))
 
-    def load_a(self, item):
-        s = self.schedule
-        b, h, chunk = locate(s, item)
 
-        @pl.when(item < s.items)
-        def _():
-            @pl.loop(0, s.parts)
-            def _(part):
-                rows = pl.ds(chunk * s.size + self.wg * ROWS, ROWS)
-                source = self.inputs.a.at(b, rows, h, part)
-                into = self.a(part), self.smem.a_full.at[self.thread]
-                plgpu.copy_gmem_to_smem(source, *into)
+def load_a(w: Worker):
+    @pl.when(w.item < w.schedule.items)
+    def _():
+        @pl.loop(0, w.schedule.parts)
+        def _(part):
+            source, into = rows_of(w, w.inputs.a, part), w.a.at[part]
+            plgpu.copy_gmem_to_smem(source, into, w.smem.a_full.at[w.thread])
 
-    def a(self, part):
-        return self.smem.a.at[self.thread, part]
 
-    def done_with_a(self):
-        plgpu.commit_smem()  # waits until all four warps have read A
-        self.load_a(self.chunk.item + self.schedule.blocks * self.schedule.teams)
+def load_y(w: Worker, tile):
+    """Loads a tile of Y into the buffer of the result."""
+    source, into = rows_of(w, w.inputs.y, tile), w.smem.out.at[w.thread]
+    plgpu.copy_gmem_to_smem(source, into, w.smem.y_full.at[w.thread])
 
-    def load_y(self, tile):
-        """Loads a tile of Y into the buffer of the result."""
+
+def rows_of(w: Worker, heads, tile):
+    """The warpgroup's rows of a tile of A, Y or out."""
+    return heads.at(w.b, pl.ds(w.row0, ROWS), w.h, tile)
+
+
+# Multiply with the squares of the ring.
+
+
+def multiply(w: Worker, acc, left, n, transpose=False):
+    """acc += left @ the square of step n."""
+    square = w.smem.ring.at[w.ring.wait(n)]
+    plgpu.wgmma(acc, left, square.transpose((1, 0)) if transpose else square)
+
+
+def a_times(w: Worker, n, tile):
+    s, turned = w.schedule, w.schedule.transposes_state
+
+    if tile is not None and turned:  # `y_times_x` has left the first tile of Y in its buffer
 
         @pl.when(tile > 0)
         def _():
             plgpu.commit_smem()  # waits until all four warps have read the buffer
             plgpu.wait_smem_to_gmem(0)
-            self.start_y(tile)
+            load_y(w, tile)
 
-    def start_y(self, tile):
-        source, into = self.rows_of(self.inputs.y, tile), self.smem.out.at[self.thread]
-        plgpu.copy_gmem_to_smem(source, into, self.smem.y_full.at[self.thread])
+    def run(acc):
+        @pl.loop(0, s.parts)  # unrolling it would cost registers for 8 addresses of each part
+        def _(part):
+            multiply(w, acc, w.a.at[part], n + part, tile is None or turned)
+            plgpu.wgmma_wait(1)
+            pl.when(part > 0)(lambda: release(w, n + part - 1))
 
-    def rows_of(self, heads, tile):
-        """The warpgroup's rows of a tile of Y or out."""
-        c = self.chunk
-        return heads.at(c.b, pl.ds(self.row0, ROWS), c.h, tile)
+        plgpu.wgmma_wait(0)
+        release(w, n + s.parts - 1)
+        return acc[...]
 
-    # Multiply with the squares of the ring.
+    result = pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
+    if tile is not None:
 
-    def multiply(self, acc, left, n, transpose=False):
-        """acc += left @ the square of step n."""
-        square = self.smem.ring.at[self.ring.wait(n)]
-        plgpu.wgmma(acc, left, square.transpose((1, 0)) if transpose else square)
-
-    def a_times(self, n, transpose):
-        parts = self.schedule.parts
-
-        def run(acc):
-            @pl.loop(0, parts)  # unrolling it would cost registers for 8 addresses of each part
-            def _(part):
-                self.multiply(acc, self.a(part), n + part, transpose)
-                plgpu.wgmma_wait(1)
-                pl.when(part > 0)(lambda: self.release(n + part - 1))
-
-            plgpu.wgmma_wait(0)
-            self.release(n + parts - 1)
-            return acc[...]
-
-        return pl.run_scoped(run, plgpu.ACC((ROWS, self.schedule.size), jnp.float32))
-
-    def y_times_x(self, n):
-        tiles = self.schedule.tiles
-
-        def run(acc):
-            @pl.loop(0, tiles)
-            def _(step):
-                plgpu.barrier_wait(self.smem.y_full.at[self.thread])
-                self.multiply(acc, self.smem.out.at[self.thread], n + step, transpose=True)
-                plgpu.wgmma_wait(0)
-                self.release(n + step)
-
-                @pl.when(step < tiles - 1)
-                def _():
-                    plgpu.commit_smem()  # waits until all four warps have multiplied
-                    self.start_y(tiles - 2 - step)
-
-            return acc[...]
-
-        return pl.run_scoped(run, plgpu.ACC((ROWS, self.schedule.size), jnp.float32))
-
-    def sums_with_y(self, z, tile, n):
-        pl.when(tile > 0)(lambda: plgpu.barrier_wait(self.smem.y_full.at[self.thread]))
-        y = plgpu.load(self.smem.out.at[self.thread], layout=WGMMA).astype(jnp.float32)
-        return sum_rows(z * y)
-
-    # The epilogue adds W X to the part from the state, and stores the result tile by tile.
-
-    def computed(self, x):
-        return intra.materialize(x)
-
-    def left(self, weights):
-        return narrow(weights, self.schedule.dtype, self.schedule.mode == "forward")
-
-    def finish(self, tile, start, weights, n):
-        s, buffer = self.schedule, self.smem.out.at[self.thread]
-
-        def run(acc):
-            acc[...] = start
-            self.multiply(acc, weights, n)
-            out = acc[...]
-            self.release(n)
-            return out
-
-        out = pl.run_scoped(run, plgpu.ACC((ROWS, s.size), jnp.float32))
-        plgpu.wait_smem_to_gmem(0)  # the copy of the tile before must have read the buffer
-        buffer[...] = narrow(out, s.dtype, s.mode == "forward")
-        plgpu.commit_smem()
-
-        @pl.when(self.row0 < s.length)
+        @pl.when(tile == s.tiles - 1)
         def _():
-            plgpu.copy_smem_to_gmem(buffer, self.rows_of(self.out, tile))
+            plgpu.commit_smem()  # waits until all four warps have read A
+            load_a(w.at(w.item + s.blocks * s.teams))
+
+    return result
 
 
-def one_chunk(w: HopperWorker, carry):
+def y_times_x(w: Worker, n):
+    tiles, y = w.schedule.tiles, w.smem.out.at[w.thread]
+
+    def run(acc):
+        @pl.loop(0, tiles)
+        def _(step):
+            plgpu.barrier_wait(w.smem.y_full.at[w.thread])
+            multiply(w, acc, y, n + step, transpose=True)
+            plgpu.wgmma_wait(0)
+            release(w, n + step)
+
+            @pl.when(step < tiles - 1)
+            def _():
+                plgpu.commit_smem()  # waits until all four warps have multiplied
+                load_y(w, tiles - 2 - step)
+
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
+
+
+def sums_with_y(w: Worker, z, tile, n):
+    pl.when(tile > 0)(lambda: plgpu.barrier_wait(w.smem.y_full.at[w.thread]))
+    y = plgpu.load(w.smem.out.at[w.thread], layout=WGMMA).astype(jnp.float32)
+    return sum_rows(z * y)
+
+
+# The epilogue adds W X to the part from the state, and stores the result tile by tile.
+
+
+def left(w: Worker, weights):
+    return narrow(weights, w.schedule.dtype, w.schedule.mode == "forward")
+
+
+def finish(w: Worker, tile, start, weights, n):
+    s, buffer = w.schedule, w.smem.out.at[w.thread]
+
+    def run(acc):
+        acc[...] = start
+        multiply(w, acc, weights, n)
+        out = acc[...]
+        release(w, n)
+        return out
+
+    out = pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
+    plgpu.wait_smem_to_gmem(0)  # the copy of the tile before must have read the buffer
+    buffer[...] = narrow(out, s.dtype, s.mode == "forward")
+    plgpu.commit_smem()
+
+    @pl.when(w.row0 < s.length)
+    def _():
+        plgpu.copy_smem_to_gmem(buffer, rows_of(w, w.out, tile))
+
+
+def one_chunk(w: Worker, carry):
     s = w.schedule
     item, n = carry
     # If all chunks use the same slots (steps is a multiple of slots), the compiler would otherwise
     # compute the addresses of all squares once and keep them.
-    n = intra.materialize(n)
-    b, h, index = locate(s, item)
-    w = replace(w, chunk=Chunk(item, b, h, index, pl.ds(w.wg * ROWS, ROWS), (b, h, index)))
+    n, w = intra.materialize(n), w.at(item)
+    vectors = {name: ref.at[w.b, w.h, w.index] for name, ref in w.inputs.vectors.items()}
     # Load Y and wait for A.
     if s.transposes_state:
         plgpu.wait_smem_to_gmem(0)
-        w.start_y(s.tiles - 1)
+        load_y(w, s.tiles - 1)
     plgpu.barrier_wait(w.smem.a_full.at[w.thread])
-    intra.one_chunk(w, n)
+    intra.one_chunk(w._replace(vectors=vectors), n)
     return item + s.blocks * s.teams, n + len(s.order)
 
 
@@ -251,25 +245,20 @@ def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
     team, wg = (thread, 0) if s.wgs == 1 else (0, thread)
     first = lax.axis_index("block") * s.teams + team
     ring = Ring(s.slots, smem.full, smem.free, team * s.slots, True, wg, s.wgs - 1)
-    out = inputs.joint or out
-    w = HopperWorker(
-        s, inputs, out, stat_refs, smem, inputs.vectors, None, thread, wg, first, ring
-    )  # fmt: skip
+    a = smem.a.at[thread]
+    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, a, wg, thread, first, ring)
 
     # Fill the ring.
-    w.load_a(first)
+    load_a(w.at(first))
 
     @pl.when(thread == 0)
     def _():
         plgpu.copy_gmem_to_smem(inputs.order, smem.order, smem.order_full)
 
     plgpu.barrier_wait(smem.order_full)
-    pl.when(wg == s.wgs - 1)(lambda: pl.loop(0, s.slots)(w.load_square))
+    pl.when(wg == s.wgs - 1)(lambda: pl.loop(0, s.slots)(functools.partial(load_square, w)))
 
     # Walk over the team's chunks.
     more = lambda carry: carry[0] < s.items
     lax.while_loop(more, functools.partial(one_chunk, w), (first, jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
-
-
-FORM = intra.ChunkForm("", prepared, scratch, body)

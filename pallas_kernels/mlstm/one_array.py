@@ -15,7 +15,6 @@ from pallas_kernels import dispatch
 from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
-from pallas_kernels.norms.norm import LAYER
 from pallas_kernels.options import custom_vjp
 from pallas_kernels.packed import Packed
 
@@ -30,9 +29,8 @@ def fits(packed: Packed, weight, eps, implementation, form) -> bool:
     _, (heads, dqk), _, (_, dv) = packed.parts
     h = jax.ShapeDtypeStruct((*packed.array.shape[:2], heads, dv), packed.array.dtype)
     arrays = h, weight, None, None, None, h
-    options = dict(kind=LAYER, eps=eps)
     norm, decision, _ = dispatch.choose(
-        "layer_norm", NORM_FORMS, implementation, *arrays, **options
+        "layer_norm", NORM_FORMS, implementation, *arrays, centered=True, eps=eps
     )
     if not norm.is_kernel or 2 * heads * dqk % dv:
         return False
@@ -57,7 +55,7 @@ def _gated_cell(x, i, lf, m, starts, weight, call, eps):
 
 def _gated_forward(x, i, lf, m, starts, weight, call, eps):
     (h, _), saved = chunkwise.cell_forward((x,), i, lf, None, m, starts, call)
-    (y, _), stats = norms.forward(LAYER, eps, h, None, weight, None, x)
+    (y, _), stats = norms.forward(True, eps, h, None, weight, None, x)
     return y, (saved, h, stats, weight)
 
 
@@ -65,7 +63,7 @@ def _gated_backward(call, eps, kept, dy):
     saved, h, stats, weight = kept
     (x,), *_ = saved
     # joint: the gradient of x, with the columns of o alone.
-    dh, dweight, _, _, joint = norms.backward(LAYER, h, stats, dy, None, weight, None, None, x)
+    dh, dweight, _, _, joint = norms.backward(True, h, stats, dy, None, weight, None, None, x)
     (d,), di, dlf, _, dm, _ = chunkwise.cell_backward(call, saved, (dh, None), joint)
     return d, di, dlf, dm, None, dweight
 

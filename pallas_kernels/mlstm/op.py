@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.mlstm import chunkwise, one_array, reference, step
 from pallas_kernels.norms.norm import layer_norm
 from pallas_kernels.options import checked
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, shapes, split
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
@@ -85,7 +85,7 @@ def vlstm(
         raise ValueError("k and v are missing: pass them, or q as Packed")
     elif norm_weight is not None:
         raise ValueError("norm_weight needs a Packed of q, k, v and o")
-    of_q, of_k, of_v, *of_o = _shapes(operands)
+    of_q, of_k, of_v, *of_o = shapes(operands)
     segment_ids = ids.documents(segment_ids)
     mosaic.check_axes("B T NH DQK", q=of_q)
     check(of_q, of_k, of_v, i, f, initial_state, segment_ids, chunk_size)
@@ -98,11 +98,6 @@ def vlstm(
     )  # fmt: skip
     arrays = operands, i, f, norm_weight
     return dispatch.run("vlstm", FORMS, implementation, *arrays, **options)
-
-
-def _shapes(operands):
-    """q, k, v and perhaps o, or their shapes."""
-    return operands.shapes() if isinstance(operands, Packed) else operands
 
 
 @checked
@@ -148,9 +143,7 @@ def _kernels(
 def _in_jnp(
     operands, i, f, norm_weight, *, return_state, norm_eps, implementation, **options
 ):  # fmt: skip
-    cell = lambda operands, *gates, **options: reference.chunkwise(
-        *(operands.split() if isinstance(operands, Packed) else operands), *gates, **options
-    )
+    cell = lambda x, *gates, **options: reference.chunkwise(*split(x), *gates, **options)
     of_norm = norm_weight, norm_eps, implementation
     return _before_norm(cell, operands, i, f, *of_norm, return_state, options)
 
@@ -170,7 +163,7 @@ def _before_norm(cell, operands, i, f, weight, eps, implementation, return_state
 
 def why_not(operands, *arrays, eps=0.0, **options) -> str | None:
     """Why the kernels do not support this call, or None."""
-    q, _, v, *_ = _shapes(operands)
+    q, _, v, *_ = shapes(operands)
     if eps != 0:
         return f"eps={eps} is not 0, and h is independent of the stabiliser only at 0"
     if q.dtype not in (jnp.bfloat16, jnp.float16):

@@ -43,7 +43,7 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     q = q * max(q.shape[-1], 1) ** -0.5
     scale = _row_scale(jnp.sum(q * n, -1), m, gate, normalize, eps)
     h = scale[..., None] * jnp.sum(q[..., None] * c, -2)
-    return _round(h, dtype), (c, n, m)
+    return narrow(h, dtype), (c, n, m)
 
 
 @functools.partial(
@@ -115,7 +115,7 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
     h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
     h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
-    return _round(h, dtype), state
+    return narrow(h, dtype), state
 
 
 def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
@@ -137,7 +137,7 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
     def next_state(state, x):
         (c, n), (decay, c_in, n_in) = state, x
         after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
-        return after, (_round(c, dtype), n)
+        return after, (narrow(c, dtype), n)
 
     decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
     k_in = jnp.exp(a - m_after[..., None])[..., None] * k
@@ -250,11 +250,14 @@ def _starts(segment_ids, shape):
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 
 
-def _round(x, dtype):
-    """x in `dtype`; float16 saturates at 65504 instead of overflowing to infinity."""
-    if dtype == jnp.float16:
-        x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
-    return x.astype(dtype)
+def saturated(x, dtype):
+    """x inside of what dtype can hold, if that is float16: 65504 instead of infinity."""
+    return jnp.clip(x, -65504.0, 65504.0) if dtype == jnp.float16 else x
+
+
+def narrow(x, dtype, saturate=True):
+    """x in dtype; float16 saturates if `saturate`."""
+    return (saturated(x, dtype) if saturate else x).astype(dtype)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
@@ -268,7 +271,7 @@ def _matmul(dtype, x, y):
 
 
 def _matmul_forward(dtype, x, y):
-    x, y = _round(x, dtype), _round(y, dtype)
+    x, y = narrow(x, dtype), narrow(y, dtype)
     return _dot(x, y), (x, y)
 
 

@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.reference import floor
-from pallas_kernels.mlstm.walk import narrow
+from pallas_kernels.mlstm.reference import floor, narrow
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one
@@ -63,13 +62,10 @@ def why_slower(q, k, v, *others, **options) -> str | None:
     return "XLA fuses the step of a small state with its neighbours" if size < _SMALL else None
 
 
+# traced and lowered once for all layers
+@functools.partial(jax.jit, static_argnames=("gate", "normalize", "eps"))
 def advance(q, k, v, i, f, state, *, gate, normalize, eps):
     """(h, (C, n, m)), as `reference.step`."""
-    return _advance(gate, normalize, q, k, v, i, f, state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def _advance(gate: str, normalize: bool, q, k, v, i, f, state):
     c, n, m = (x.astype(jnp.float32) for x in state)
     (b, heads, dqk), dv = q.shape, v.shape[-1]
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -92,10 +88,9 @@ def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_re
     batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
     columns = pl.ds(part * _COLUMNS, _COLUMNS)
     tile = c_ref.at[batch, head, :, columns]
-    load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-    c = load(tile, _TILE)
-    q, k, n = (load(ref.at[batch, head], _ALONG_K) for ref in (q_ref, k_ref, n_ref))
-    v = load(v_ref.at[batch, head, columns], _ALONG_V)
+    c = mosaic.load(tile, _TILE)
+    q, k, n = (mosaic.load(ref.at[batch, head], _ALONG_K) for ref in (q_ref, k_ref, n_ref))
+    v = mosaic.load(v_ref.at[batch, head, columns], _ALONG_V)
     spread = lambda x, axis: plgpu.layout_cast(mosaic.along(x, c.shape, axis), _TILE)
     along_k, along_v = functools.partial(spread, axis=0), functools.partial(spread, axis=1)
     number = lambda ref: ref[batch, head].astype(jnp.float32)

@@ -12,7 +12,7 @@ spans: a first walk starts all spans from zero at once and finds what each adds 
 """
 
 import functools
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -77,15 +77,6 @@ class WalkOutputs(NamedTuple):
     last: Any  # S after the last spans
     s_last: Any
     dots: Any  # sums of S * other
-
-
-class WalkForm(NamedTuple):
-    """A form of the kernel."""
-
-    prefix: str  # of the kernel's name
-    scratch: Callable  # (walk, with other) -> shared memory
-    body: Callable  # (walk, inputs, outputs, shared memory)
-    prepared: Callable = lambda s, inputs, out_types: (inputs, out_types)
 
 
 class Walker(NamedTuple):
@@ -167,16 +158,6 @@ class Walker(NamedTuple):
             pl.when(self.y_tile == 0)(s_last)
 
 
-def saturated(x, dtype):
-    """x inside of what dtype can hold, if that is float16."""
-    return jnp.clip(x, -65504.0, 65504.0) if dtype == jnp.float16 else x
-
-
-def narrow(x, dtype, saturate=True):
-    """x in dtype; float16 saturates if `saturate`."""
-    return (saturated(x, dtype) if saturate else x).astype(dtype)
-
-
 def spans(blocks: int, chunks: int, at_once: int) -> int:
     """The number of spans; 1 unless splitting saves more than the first walk costs."""
     most = min(at_once // blocks, chunks // MIN_SPAN)
@@ -186,7 +167,7 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
 @functools.partial(jax.jit, static_argnames=("form", "reverse", "last", "sms"))
 def states(
     x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    form: WalkForm, reverse=False, last=True, sms: int,
+    form: ModuleType, reverse=False, last=True, sms: int,
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -222,7 +203,7 @@ def states(
     return out.before, out.s_before, end, out.dots
 
 
-def _kernel(s: Walk, inputs: WalkInputs, form: WalkForm) -> WalkOutputs:
+def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
     batch, with_other = inputs.decay.shape[0], inputs.other is not None
     shape = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), dtype)
     of_head, dx, dy = functools.partial(shape, jnp.float32), s.x_tiles * s.size, s.y_tiles * s.size
@@ -236,13 +217,11 @@ def _kernel(s: Walk, inputs: WalkInputs, form: WalkForm) -> WalkOutputs:
     inputs, made = form.prepared(s, inputs, out_types)
     (out,) = mosaic.kernel(
         functools.partial(form.body, s),
-        name=f"{form.prefix}vlstm_states",
+        name=f"{form.PREFIX}vlstm_states",
         out_type=(made,),
         scratch_types=(form.scratch(s, with_other),),
-        grid=(batch * s.heads * s.walked * s.tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=batch * s.heads * s.walked * s.tiles),
         num_threads=s.wgs,
-        thread_name="wg",
         # No sum crosses warps, and Hopper's shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(inputs)

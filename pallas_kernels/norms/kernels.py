@@ -15,7 +15,6 @@ A form with TMA, with a ring of tiles in shared memory, took up to 13% less time
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,31 +27,49 @@ from pallas_kernels import ampere, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.tiles import LINES, Tiling, choose_tiling
 
+# ---- the formulas ------------------------------------------------------------------------------
 
-class Norm(NamedTuple):
-    """A norm of the rows of x, as functions of register arrays.
 
-    statistics(tiling, mean, x, eps): from x(chunk), one number for each line; mean(f) has the row
-    means of f(chunk), of which it takes `most` at once, and is called twice at most.
-    normalise(tiling, x, *statistics): n.
-    differentiate(tiling, n, g, means, *statistics): dx from g = weight dy and the row means of
-    averaged(n, g).
-    """
+def statistics(centered: bool, t, mean, x, eps):
+    """One number or three of each line, from x(chunk); mean(f) has the row means of f(chunk)."""
+    if not centered:
+        return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
+    average = mean(x)
+    from_mean = lambda c: t.zero_padding(x(c) - t.broadcast(average), c)
+    # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
+    error, square = mean(lambda c: (from_mean(c), jnp.square(from_mean(c))))
+    # Beyond 1e26 both squares may be infinite: r is then 0, as without the correction.
+    square = jnp.where(square == jnp.inf, square, square - jnp.square(error))
+    r = lax.rsqrt(square + eps)
+    return r, average, -error * r
 
-    name: str
-    statistics: Callable
-    normalise: Callable
-    averaged: Callable
-    differentiate: Callable
-    count: int  # number of statistics
-    most: int  # means at once
+
+def normalise(t, x, r, *of_mean):
+    """n, from x and the statistics."""
+    if not of_mean:
+        return x * t.broadcast(r)
+    mean, shift = of_mean
+    return (x - t.broadcast(mean)) * t.broadcast(r) + t.broadcast(shift)
+
+
+def to_average(centered: bool, n, g):
+    """What `differentiate` needs the row means of."""
+    return (g * n, g) if centered else (g * n,)
+
+
+def differentiate(t, n, g, means, r, *_):
+    """dx from g = weight dy, the row means and the statistics."""
+    mean_gn, *mean_g = means
+    dx = t.broadcast(r) * g
+    dx = dx - t.broadcast(r * mean_g[0]) if mean_g else dx
+    return dx - n * t.broadcast(r * mean_gn)
 
 
 # ---- forward -----------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def forward(kind, eps, x, residual, weight, bias, gate, x_bias=None):
+def forward(centered, eps, x, residual, weight, bias, gate, x_bias=None):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
     x_bias: is in x already; the backward pass sums its gradient by heads if it has some, and needs
@@ -62,18 +79,18 @@ def forward(kind, eps, x, residual, weight, bias, gate, x_bias=None):
     Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
-    name = name_of(kind, "forward", residual, gate)
+    name = f"{name_of(centered, residual, gate)}_forward"
     params = weight, bias, x_bias
     x, residual, gate, weight, bias, _ = flatten(x, params, (x, residual, gate))
     t = choose_tiling("forward", x.shape, x.dtype)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
     y, s, stats = launch(
-        functools.partial(_normalise, kind, eps, t),
+        functools.partial(_normalise, centered, eps, t),
         name,
         t,
-        [like(x), None if residual is None else like(residual), (stat,) * kind.count],
-        dict(means_smem=_means_type(2 * t.groups * kind.most)),
+        [like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)],
+        dict(means_smem=_means_type(2 * t.groups * (1 + centered))),
         gate,
     )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
@@ -81,7 +98,7 @@ def forward(kind, eps, x, residual, weight, bias, gate, x_bias=None):
 
 
 def _normalise(
-    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
+    centered, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
     stat_refs, *, means_smem,
 ):  # fmt: skip
     """A block normalises one tile."""
@@ -91,7 +108,8 @@ def _normalise(
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
     means_smem = means_smem.at[0]
-    places = iter(range(0, means_smem.shape[0], kind.most))
+    most = 1 + centered  # means at once
+    places = iter(range(0, means_smem.shape[0], most))
 
     def mean(f):
         """Row means of f(chunk), or of each array of a tuple."""
@@ -99,7 +117,7 @@ def _normalise(
         total, tree = jax.tree.flatten(
             functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
         )
-        return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), kind.most)]))
+        return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), most)]))
 
     def load(group):
         each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
@@ -117,13 +135,13 @@ def _normalise(
             data[c] = s.astype(jnp.float32)
 
         # Compute and save the statistics.
-        stats = kind.statistics(t, mean, data.__getitem__, eps)
+        stats = statistics(centered, t, mean, data.__getitem__, eps)
         for ref, value in zip(stat_refs, stats, strict=True):
             mosaic.store(ref.at[lax.axis_index("head"), tile * t.groups + group], value)
 
         # Normalise and store.
         for c in t.chunks:
-            y = kind.normalise(t, data[c], *stats)
+            y = normalise(t, data[c], *stats)
             y = y * t.weight(weights["weight"], c) if "weight" in weights else y
             y = y + t.weight(weights["bias"], c) if "bias" in weights else y
             y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
@@ -168,9 +186,9 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
     )
 
 
-def name_of(kind, direction, add, gate):
+def name_of(centered: bool, add=None, gate=None) -> str:
     fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
-    return f"{fused}{kind.name}_{direction}"
+    return fused + ("layer_norm" if centered else "rms_norm")
 
 
 def flatten(x, weights, arrays) -> tuple[Any, ...]:
@@ -192,7 +210,7 @@ def given(**arrays):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
+def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
     """Gradients of `forward` in one pass over memory; XLA adds up the programs' sums.
 
     With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
@@ -201,7 +219,7 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
     None).  A gate needs a forward pass without a bias.  If it is a part of a wider array, its
     gradient stands where it stands in an array like that, whose other columns are undefined.
     """
-    name = name_of(kind, "backward", ds, gate)
+    name = f"{name_of(centered, ds, gate)}_backward"
     shapes = x.shape, None if gate is None else gate.shape
     original = given(weight=weight, bias=bias, x_bias=x_bias)
     x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
@@ -209,11 +227,11 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
     summed = given(weight=weight, bias=bias, x_bias=x_bias)
     t = choose_tiling("backward", x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((t.heads, t.programs, t.blocks, t.block), jnp.float32)
-    n_means = t.groups * len(kind.averaged(1.0, 1.0))
+    n_means = t.groups * (1 + centered)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     dx, dgate, sums = launch(
-        functools.partial(_backward_tiles, kind, t, tuple(summed)),
+        functools.partial(_backward_tiles, centered, t, tuple(summed)),
         name,
         t,
         [like(x), like(gate), (sums,) * len(summed)],
@@ -231,24 +249,25 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
 
 
 def _backward_tiles(
-    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
+    centered, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
     dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem,
 ):  # fmt: skip
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
     program, head = lax.axis_index("program"), lax.axis_index("head")
     weight = None if weight_ref is None else weight_ref.at[head]
     window = lambda ref, tile: ref.at[t.place(ref, tile)]
+    raw = lambda ref, g, c: mosaic.read(t.lines(ref, g, c), t.layout)
 
     def step(i, totals):
         tile = program + i * t.programs
         rows = {
-            k: [[t.raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
+            k: [[raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
             for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
         }
         load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))
         stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
         dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
-        now = _Tile(kind, t, rows, dx, dgate, weight, stats)
+        now = _Tile(centered, t, rows, dx, dgate, weight, stats)
         _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
         return totals
 
@@ -261,7 +280,7 @@ def _backward_tiles(
 class _Tile(NamedTuple):
     """A tile of the backward pass."""
 
-    kind: Norm
+    centered: bool
     t: Tiling
     rows: dict[str, list]  # x, dy, perhaps ds, gate, in registers
     dx: Any
@@ -279,7 +298,7 @@ class _Tile(NamedTuple):
 
     def operands(self, group, c):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
-        n = self.kind.normalise(self.t, self.load("x", group, c), *self.stats[group])
+        n = normalise(self.t, self.load("x", group, c), *self.stats[group])
         g = dy = self.load("dy", group, c)
         gate = None if self.dgate is None else sigmoid(self.load("gate", group, c))
         if gate is not None:
@@ -309,7 +328,7 @@ def _first_pass(now: _Tile, totals):
             if now.keeps_operands:
                 _add(totals, c, n, dy)
                 kept[group, c] = n, g
-            terms.append([now.t.once(x, c) for x in now.kind.averaged(n, g)])
+            terms.append([now.t.once(x, c) for x in to_average(now.centered, n, g)])
         averaged.append([functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)])
     return kept, averaged
 
@@ -323,7 +342,7 @@ def _second_pass(now: _Tile, kept, means, totals):
             else:
                 n, g, dy = now.operands(group, c)
                 _add(totals, c, n, dy)
-            dx = now.kind.differentiate(now.t, n, g, means[group], *now.stats[group])
+            dx = differentiate(now.t, n, g, means[group], *now.stats[group])
             if "ds" in now.rows:
                 dx = dx + now.load("ds", group, c)
             if "x_bias" in totals:

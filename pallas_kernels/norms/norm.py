@@ -18,8 +18,7 @@ the row in registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass sa
 norm the mean in two parts: 12 bytes for each row are cheaper than two more rounds of reductions.
 Each direction reads and writes every element once.
 
-kernels.py has the kernels, which call the functions below; tiles.py decides which rows a block
-takes.
+kernels.py has the kernels; tiles.py decides which rows a block takes.
 """
 
 import functools
@@ -32,61 +31,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
-from pallas_kernels.norms.kernels import Norm, backward, forward
+from pallas_kernels.norms.kernels import backward, forward, name_of
 from pallas_kernels.options import checked, custom_vjp
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
-
-
-def _layer_statistics(t, mean, x, eps):
-    average = mean(x)
-    centred = lambda c: t.zero_padding(x(c) - t.broadcast(average), c)
-    # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
-    error, square = mean(lambda c: (centred(c), jnp.square(centred(c))))
-    # Beyond 1e26 both squares may be infinite: r is then 0, as without the correction.
-    square = jnp.where(square == jnp.inf, square, square - jnp.square(error))
-    r = lax.rsqrt(square + eps)
-    return average, r, -error * r
-
-
-def _layer_normalise(t, x, mean, r, shift):
-    return (x - t.broadcast(mean)) * t.broadcast(r) + t.broadcast(shift)
-
-
-def _layer_averaged(n, g):
-    return g, g * n
-
-
-def _layer_differentiate(t, n, g, means, mean, r, shift):
-    mean_g, mean_gn = means
-    return t.broadcast(r) * g - t.broadcast(r * mean_g) - n * t.broadcast(r * mean_gn)
-
-
-def _rms_statistics(t, mean, x, eps):
-    return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
-
-
-def _rms_normalise(t, x, r):
-    return x * t.broadcast(r)
-
-
-def _rms_averaged(n, g):
-    return (g * n,)
-
-
-def _rms_differentiate(t, n, g, means, r):
-    return t.broadcast(r) * g - n * t.broadcast(r * means[0])
-
-
-LAYER = Norm(
-    "layer_norm",
-    _layer_statistics, _layer_normalise, _layer_averaged, _layer_differentiate,
-    count=3, most=2,
-)  # fmt: skip
-RMS = Norm(
-    "rms_norm", _rms_statistics, _rms_normalise, _rms_averaged, _rms_differentiate, count=1, most=1
-)
 
 
 @checked
@@ -115,7 +64,7 @@ def layer_norm(
     Raises ValueError for shapes and options that do not fit, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
     """
-    return _run(LAYER, implementation, eps, x, weight, bias, residual, x_bias, gate)
+    return _run(True, implementation, eps, x, weight, bias, residual, x_bias, gate)
 
 
 @checked
@@ -132,24 +81,15 @@ def rms_norm(
 
     Everything else is as in `layer_norm`.
     """
-    return _run(RMS, implementation, eps, x, weight, None, residual, x_bias, None)
+    return _run(False, implementation, eps, x, weight, None, residual, x_bias, None)
 
 
-def _run(kind, implementation, eps, x, weight, bias, residual, x_bias, gate):
-    _check(x, weight, bias, residual, x_bias, gate)
-    y, s = dispatch.run(
-        kind.name,
-        FORMS,
-        implementation,
-        x,
-        weight,
-        bias,
-        residual,
-        x_bias,
-        gate,
-        kind=kind,
-        eps=eps,
-    )
+def _run(centered, implementation, eps, *arrays):
+    """centered: whether it is the layer norm."""
+    _check(*arrays)
+    options = dict(centered=centered, eps=eps)
+    y, s = dispatch.run(name_of(centered), FORMS, implementation, *arrays, **options)
+    residual = arrays[3]
     return y if residual is None else (y, s)
 
 
@@ -157,12 +97,12 @@ def layer_norm_reference(
     x, weight=None, bias=None, *, residual=None, x_bias=None, gate=None, eps=1e-5
 ):
     """The formula in jnp, in float32 (float64 for float64)."""
-    y, s = _reference(x, weight, bias, residual, x_bias, gate, kind=LAYER, eps=eps)
+    y, s = _reference(x, weight, bias, residual, x_bias, gate, centered=True, eps=eps)
     return y if residual is None else (y, s)
 
 
 def rms_norm_reference(x, weight=None, *, residual=None, x_bias=None, eps=1e-5):
-    y, s = _reference(x, weight, None, residual, x_bias, None, kind=RMS, eps=eps)
+    y, s = _reference(x, weight, None, residual, x_bias, None, centered=False, eps=eps)
     return y if residual is None else (y, s)
 
 
@@ -178,7 +118,7 @@ def _rsqrt_jvp(primals, tangents):
     return r, -0.5 * (r * (r * (r * tangents[0])))
 
 
-def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
+def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     s, dtype = x, x.dtype
     if x_bias is not None:
         s = s + x_bias.astype(dtype)
@@ -186,7 +126,7 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)
     z = s.astype(mosaic.stat_dtype(s.dtype))
-    if kind is LAYER:
+    if centered:
         z = z - jnp.mean(z, axis=-1, keepdims=True)
     y = z * rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
     y = y if weight is None else y * weight.astype(y.dtype)
@@ -195,8 +135,8 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     return y.astype(dtype), s
 
 
-def _kernels(x, weight, bias, residual, x_bias, gate, *, kind, eps):
-    return _norm(kind, eps, x, residual, weight, bias, x_bias, gate)
+def _kernels(x, weight, bias, residual, x_bias, gate, *, centered, eps):
+    return _norm(centered, eps, x, residual, weight, bias, x_bias, gate)
 
 
 FORMS = (
@@ -230,21 +170,21 @@ def _check(x, weight, bias, residual, x_bias, gate):
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _norm(kind, eps, x, residual, weight, bias, x_bias, gate):
+def _norm(centered, eps, x, residual, weight, bias, x_bias, gate):
     """(y, s); s is None without a residual."""
-    return _save(kind, eps, x, residual, weight, bias, x_bias, gate)[0]
+    return _save(centered, eps, x, residual, weight, bias, x_bias, gate)[0]
 
 
-def _save(kind, eps, x, residual, weight, bias, x_bias, gate):
+def _save(centered, eps, x, residual, weight, bias, x_bias, gate):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(kind, eps, x, residual, weight, bias, gate, x_bias)
+    (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
     return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
 
 
-def _gradients(kind, _, saved, cotangents):
+def _gradients(centered, _, saved, cotangents):
     (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, *gradients = backward(kind, x, stats, dy, ds, *others)
+    dx, *gradients = backward(centered, x, stats, dy, ds, *others)
     return dx.astype(dy.dtype), None if ds is None else dx, *gradients
 
 

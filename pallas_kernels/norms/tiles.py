@@ -112,10 +112,6 @@ class Tiling(NamedTuple):
             return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
         return ref.at[pl.ds(group * LINES, LINES), chunk]
 
-    def raw(self, ref, group, chunk):
-        """A chunk in registers, in its own dtype."""
-        return plgpu.load(self.lines(ref, group, chunk), layout=self.layout, optimized=False)
-
     def weight(self, ref, chunk):
         """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
         if self.wide:
@@ -152,7 +148,7 @@ class Tiling(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps) -> str | None:
+def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | None:
     """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):

@@ -37,10 +37,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mosaic import read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import COLUMN_SCALES, LANE_WORDS, PLANE_WORDS, SCALES, read
+from pallas_kernels.quantized.unpack import COLUMN_SCALES, LANE_WORDS, PLANE_WORDS, SCALES
 
 _N = 64  # rows of a wgmma, the columns of four tiles
 _TILES = _N // COLUMNS
@@ -165,7 +166,6 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
         ),
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
         num_threads=_WGS,
-        thread_name="wg",
     )(*unpack.by_tile(weight), x)
 
 

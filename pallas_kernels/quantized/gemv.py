@@ -33,17 +33,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.activations.elementwise import activate
-from pallas_kernels.mosaic import ROW
-from pallas_kernels.quantized.formats import (
-    COLUMNS,
-    LANES,
-    TURN,
-    WORDS,
-    Format,
-    QuantizedWeight,
-)
-from pallas_kernels.quantized.unpack import dot, load_words, read
+from pallas_kernels.activations.activation import gelu_forward_tile, swiglu_forward_tile
+from pallas_kernels.mosaic import ROW, read
+from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.unpack import dot, load_words
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
@@ -193,7 +186,6 @@ def _products(x, parts, norm, residual, dtypes, p: RowPlan):
         ),
         **mosaic.grid(n=sum(blocks)),
         num_threads=p.wgs,
-        thread_name="wg",
         # The sum of a warp needs no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )(
@@ -366,7 +358,6 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
 def finished(activation, ys, biases, residual):
     """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
     ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
-    y = activate(ys[0], activation)
-    if activation == "swiglu":
-        y = y * ys[1]
+    tile = {"gelu": gelu_forward_tile, "swiglu": swiglu_forward_tile}.get(activation)
+    (y,) = tile(*ys) if tile else ys
     return y if residual is None else y + residual

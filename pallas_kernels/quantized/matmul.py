@@ -32,11 +32,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.mosaic import WGMMA, read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
 from pallas_kernels.quantized.formats import COLUMNS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, read
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES
 
 MAX_ROWS = 64
 _N = 64  # rows of a wgmma, the columns of four tiles
@@ -121,7 +121,6 @@ def _product(x, weight: QuantizedWeight, p: FewPlan):
         ),
         **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
-        thread_name="wg",
     )(*unpack.by_tile(weight), x)
 
 

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import gpu, llvm
 
 from pallas_kernels import mosaic
 from pallas_kernels.ampere import constant, i32
-from pallas_kernels.mosaic import ROW, WGMMA, warp_rows
+from pallas_kernels.mosaic import ROW, WGMMA, read, warp_rows
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 
@@ -97,11 +97,6 @@ def dot(t, acc, x, words, scales):
 def _inline(code, shape, dtype, layout, types):
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
-
-
-def read(ref, layout):
-    """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def by_tile(weight: QuantizedWeight) -> list:
