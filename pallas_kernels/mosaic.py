@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import dispatch, guard
 from pallas_kernels.options import promotions
@@ -54,6 +58,36 @@ def is_tight() -> bool:
         device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
     return capability not in ("8.0", "9.0")
+
+
+def folded(f, parts: list) -> list:
+    """[f of all parts], in pairs: nothing waits for a long chain."""
+    while len(parts) > 1:
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [f(*two) for two in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts
+
+
+def any_above(x, limit: float):
+    """Whether an element of x, in WGMMA's layout, exceeds the limit: each warp has its own answer.
+
+    What depends on it must not synchronize warps.
+    """
+    answer = plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT)
+    code = functools.partial(_any_above, limit)
+    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=answer)(code)(x) != 0
+
+
+def _any_above(limit, _, x):
+    i32 = ir.IntegerType.get_signless(32)
+    (most,) = folded(arith.maxnumf, list(x.registers.flat))  # a vector of two
+    ends = (vector.extract(most, dynamic_position=[], static_position=[n]) for n in range(2))
+    most = arith.maxnumf(*ends)
+    bound = arith.constant(most.type, ir.FloatAttr.get(most.type, limit))
+    above = arith.cmpf(arith.CmpFPredicate.OGT, most, bound)
+    everyone = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+    above = nvvm.vote_sync(everyone, above, nvvm.VoteSyncKind.any)
+    return mgpu.FragmentedArray.splat(arith.extui(i32, above), (), is_signed=True)
 
 
 def read(ref, layout) -> jax.Array:

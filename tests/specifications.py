@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ampere
+from pallas_kernels import ampere, mosaic
 from pallas_kernels.quantized import formats, unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS
 
@@ -91,6 +91,8 @@ def dot(t, acc, x, words, scales):
 
 ARRAYS = {
     ampere._as_left: lambda dtype, x: x.astype(dtype),
+    # Each warp's own answer on a GPU.  A row's result does not depend on it.
+    mosaic._any_above: lambda limit, x: (x > limit).any().astype(jnp.int32),
     unpack._tile: tile,
     unpack._transposed: transposed,
     unpack._load: lambda parts, words: words,

@@ -6,7 +6,7 @@ then already where a wgmma takes them, in registers.
 
     K, V, 64 rows a warpgroup       -- k_bars, v_bars -->  warpgroup 0:  S^T = K Q^T, dP^T = V dO^T
                                                                          P^T, dS^T
-    Q, lse2    ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
+    Q, -lse    ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
@@ -47,10 +47,17 @@ def across(acc, rows, tile):
     plgpu.wgmma(acc, rows, tile.transpose((1, 0)))
 
 
-def column(w: Worker, ref, slot, half=0):
-    """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
-    stat = mosaic.read(ref.at[slot, pl.ds(half * ROWS, ROWS)], COL)
-    return along(stat, (ROWS, ROWS), 1)
+def column(ref, slot, half=None):
+    """A statistic of a step's queries, over a tile of S^T.  half: of its first or last 64."""
+    n = ref.shape[-1] if half is None else ROWS
+    stat = mosaic.read(ref.at[slot, pl.ds((half or 0) * ROWS, n)], COL)
+    return along(stat, (ROWS, n), 1)
+
+
+def begin_scores(w: Worker, s_acc, slot):
+    """S begins with -lse, so P is exp2 of a multiple of it.  softcap stands in between: with 0."""
+    if w.schedule.softcap is None:
+        s_acc[...] = column(w.smem.minus_lse, slot)
 
 
 def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
@@ -66,7 +73,9 @@ def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, maske
         tile = lax.optimization_barrier(i.stream.base + step.r)
         q0 = tile * s.columns + half * ROWS + visits.offset
         x = masks.visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
-    return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
+    if s.softcap is not None:
+        x = x + column(w.smem.minus_lse, slot, half)
+    return jnp.exp2(x), slope
 
 
 def own(w: Worker, i: KeysItem, step: Step):
@@ -152,8 +161,10 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
 
     def add(s_acc, dp_acc):
         # Issue S^T = K Q^T and dP^T = V dO^T.
-        across(s_acc, smem.k.at[here], smem.q.at[slot])
+        begin_scores(w, s_acc, slot)
         plgpu.barrier_wait(smem.do_full.at[slot])
+        dp_acc[...] = column(smem.minus_delta, slot)
+        across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], smem.do.at[slot])
         keys.load_later(w, i, step.g, step.r)
         # Compute P under dP, accumulate dV.
@@ -163,8 +174,7 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        dp = dp + column(w, smem.minus_delta, slot)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # less delta
         ds = masks.d_scores(p, dp, slope, s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
         if not keys.runs_on(s):
@@ -200,8 +210,9 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         return p, slope
 
     def first(s_acc, dp_acc):
+        begin_scores(w, s_acc, slot)
         plgpu.barrier_wait(smem.do_full.at[slot])
-        dp_acc[...] = column(w, smem.minus_delta, slot, 0)
+        dp_acc[...] = column(smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
         keys.load_later(w, i, step.g, step.r)
@@ -213,7 +224,7 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
 
     def second(ds, scores, dp_acc):
-        dp_acc[...] = column(w, smem.minus_delta, slot, 1)
+        dp_acc[...] = column(smem.minus_delta, slot, 1)
         across(dp_acc, smem.v.at[here], do[1])
         plgpu.wgmma(dk_acc, ds, q[0])
         p, slope = to_dv(scores, 1)
@@ -250,6 +261,7 @@ def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begi
 
     def add(s_acc):
         # Compute P.
+        begin_scores(w, s_acc, slot)
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
@@ -281,7 +293,7 @@ def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
-        ds = (p * (dp + column(w, smem.minus_delta, slot))).astype(s.dtype)
+        ds = (p * (dp + column(smem.minus_delta, slot))).astype(s.dtype)
         plgpu.barrier_arrive(smem.p_free)
         # Accumulate dK, under the next step.
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
@@ -337,12 +349,12 @@ def body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def backward_dkv(
-    q, k, v, lse2, dout, minus_delta, segments, joint=None, *,
+    q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     call: Call, heads: Heads | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
-    lse2, minus_delta: from the dQ kernel.
+    minus_lse, minus_delta: from the dQ kernel.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, group = segments is not None, q.shape[2] // k.shape[2]
@@ -351,9 +363,9 @@ def backward_dkv(
     s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % s.columns:  # the last step has a half without queries, so its P must be 0
-        lse2 = lse2.at[:, :, written:].set(1e30)
+        minus_lse = minus_lse.at[:, :, written:].set(-jnp.inf)
         minus_delta = minus_delta.at[:, :, written:].set(0)
-    inputs = dict(q=q, k=k, v=v, lse2=lse2, do=dout, minus_delta=minus_delta, joint=joint)
+    inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     return schedule.launch(

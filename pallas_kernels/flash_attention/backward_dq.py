@@ -212,13 +212,15 @@ def rows_of(w: Worker, i: Item) -> Rows:
     stat = lambda ref: mosaic.read(ref, ROW)
     tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
     # Without the barrier the compiler would round the product with the logits, not before.
-    lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
+    lse = stat(smem.stats.at[0, w.wg])
+    lse2 = lax.optimization_barrier(lse * LOG2E)
+    minus_lse = lse * (-1 / s.scale) if s.softcap is None else -lse2
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
     do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w)))
     minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
-    for ref, value in zip(w.results[1:], (lse2, minus_delta), strict=True):
+    for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
         mosaic.store(ref.at[i.batch, i.head, i.rows], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
@@ -344,9 +346,10 @@ def body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
-    """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
+    """(dq like q, -lse, -delta); with `heads` the others of dq are undefined.
 
-    The last two are (B, H, schedule.stat_rows(T)) fp32.
+    -lse is divided by scale, which makes it a score; with a softcap it is in base 2.  The last two
+    are (B, H, schedule.stat_rows(T)) fp32.
     """
     tile, packed = tiles(q.shape[-1], segments is not None), segments is not None
     s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)

@@ -154,7 +154,7 @@ def scratch(s: Schedule) -> dict:
         v=s.buffer(own, ROWS),
         q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
         do=s.buffer(s.stages, s.columns),
-        lse2=stat,
+        minus_lse=stat,
         minus_delta=stat,
         k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
         v_bars=plgpu.Barrier(num_barriers=own),
@@ -181,7 +181,7 @@ def queries_of(w: Worker) -> tuple[Queries, Queries]:
     q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
     ids = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     return (
-        Queries(q, inputs.q, inputs.lse2, smem.q, smem.lse2, 0, *ids),
+        Queries(q, inputs.q, inputs.minus_lse, smem.q, smem.minus_lse, 0, *ids),
         Queries(do, inputs.do, inputs.minus_delta, smem.do, smem.minus_delta, 1),
     )
 

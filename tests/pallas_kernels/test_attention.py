@@ -78,6 +78,16 @@ def test_attention_matches_float64(shape, dtype, options):
     check_op(attention, attention_reference, *arrays, kernels=KERNELS, **options)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_largest_logit_leaps(d):
+    """From tile to tile logits grow in some rows by more than 2^8, in others by less, or shrink."""
+    q, k, v = inputs(1, 64, 640, 1, 1, d, BF16)
+    q *= jnp.asarray([[0.2], [1], [3], [-1]] * 16, BF16)[:, None]
+    k *= (3 * (5 - jnp.arange(640) // 128)).astype(BF16)[:, None, None]  # the last tile is first
+    options = dict(causal=False, return_lse=True)
+    check_op(attention, attention_reference, q, k, v, kernels=KERNELS, **options)
+
+
 @pytest.mark.parametrize("t", [1500, 4096])  # items that the host plans, and that it does not
 @pytest.mark.parametrize("d", [slow(128), 256])
 def test_segments_leave_room_in_shared_memory(t, d):
