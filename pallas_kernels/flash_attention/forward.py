@@ -205,9 +205,9 @@ def scores(w: Worker, i: Item, x, n, masked):
 def weighs_early(s: Schedule) -> bool:
     """Whether P is computed before it is known whether m stays: 7% faster where registers suffice.
 
-    At D = 64 a thread has 168, at 256 O takes 128 of them.
+    At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
     """
-    return 64 < s.width <= 128
+    return 64 < s.width <= 128 and s.visits.window is None
 
 
 def softmax(s: Schedule, x, factor, m, l, o):
