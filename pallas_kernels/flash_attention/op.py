@@ -212,7 +212,7 @@ def scale_of(scale, q) -> float:
 
 def _pair(segment_ids, q, k):
     """Returns (ids of the queries, ids of the keys); raises ValueError for other shapes."""
-    (b, t), s, joint = q.shape[:2], k.shape[1], not isinstance(segment_ids, tuple)
+    (b, t), s, joint = q.shape[:2], k.shape[1], not isinstance(segment_ids, tuple | list)
     if joint and t > s:
         raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
     given, need = (segment_ids,) if joint else segment_ids, ((b, t), (b, s))[joint:]
