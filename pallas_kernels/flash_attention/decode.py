@@ -51,7 +51,7 @@ def decode_attention(
     lengths: keys of each row, at most S, including the T positions'.  Position t of T is at
         slot lengths - T + t and sees the slots up to its own.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
-        lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
+        lengths - 1, or to the nearest one, in place where the cache is donated.  The result is then
         (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
         clips them to +-448 (infinities become NaN), and writes them.
     k_scale, v_scale: multiply k and v, for float8; default 1.
@@ -171,7 +171,7 @@ def _stored(x, scale, dtype):
 
 def _append(k, v, new, lengths):
     """[k, v] with a position of each row, two of (B, K, D), in the last slot of its text."""
-    slots = lengths - 1
+    slots = jnp.clip(lengths, 1, k.shape[1]) - 1
 
     def write(kept, new):
         # For a scatter of one row XLA for GPUs checks the bounds, in two kernels.
