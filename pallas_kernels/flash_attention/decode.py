@@ -69,7 +69,7 @@ def decode_attention(
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
     lengths = ids.saturated("lengths", lengths)
-    _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
+    _check(q, k, v, lengths, new, k_scale, v_scale, window)
     if theta is not None and (new is None or q.shape[3] % 2):
         raise ValueError(
             f"theta={theta} needs new=, the key that RoPE turns, and an even D, not {q.shape[3]}"
@@ -140,9 +140,9 @@ def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 
-def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
+def _check(q, k, v, lengths, new, k_scale, v_scale, window):
     """Raises ValueError for arrays or options that contradict each other."""
-    check(q, k, v, True, window, softcap)
+    check(q, k, v, True, window)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
