@@ -350,3 +350,22 @@ def test_a_space_before_the_first_word_is_the_settings(tmp_path):
     for text in ("the quick", " the quick"):
         assert spaced.encode(text) == plain.encode(" the quick")
     assert spaced.digest != plain.digest
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "spaced"),
+    [
+        ("smollm2", "GPT2Tokenizer", True),  # one of several pre-tokenizers
+        ("qwen2", None, True),  # by config.json's model_type
+        ("gpt2", "PreTrainedTokenizerFast", False),
+        ("tekken", "PreTrainedTokenizerFast", False),
+    ],
+)
+def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, spaced, tmp_path):
+    """As by transformers 5.24: other classes take the tokenizer.json as it is."""
+    folder = shutil.copytree(FOLDER / family, tmp_path / "a")
+    plain = Tokenizer(folder)
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    page |= {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
