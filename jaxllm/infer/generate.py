@@ -117,10 +117,9 @@ def add_options(parser: Parser, tokens: int) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises InputError for a number out of its range or a text that cannot be encoded."""
-    most_int, most_float = 2**31 - 1, sys.float_info.max
-    limits = {"temperature": (0, most_float), "top_p": (0, 1), "seed": (0, 2**32 - 1)}
-    limits |= {"tokens": (1, most_int), "top_k": (0, most_int)}
-    limits |= {"samples": (1, most_int), "batch_size": (1, most_int)}
+    limits = dict.fromkeys(("tokens", "samples", "batch_size"), (1, 2**31 - 1))
+    limits |= {"temperature": (0, 1e300), "top_k": (0, 2**31 - 1), "top_p": (0, 1)}
+    limits["seed"] = 0, 2**32 - 1
     for name, (least, most) in limits.items():
         value = getattr(args, name, least)
         if not least <= value <= most:

@@ -139,13 +139,10 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     return library
 
 
-def _kind(pages: Pages) -> str | None:
+def _kind(pages: Pages) -> str:
     """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
-    if pages.model.startswith("qwen"):
-        return "Qwen2Tokenizer"
-    named = pages.tokenizer.get("tokenizer_class")
-    given = "GPT2Tokenizer" if named is None and pages.model == "gpt2" else named
-    return given and str(given).removesuffix("Fast")
+    named = pages.tokenizer.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(pages.model)
+    return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
 
 
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
