@@ -8,7 +8,6 @@ is converted to Python's own type before an op looks at it, whatever kind of num
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -157,7 +156,7 @@ def _fields(kind, convert, name: str, x):
 
 
 _SCALARS = {  # what an option is, what it must be, and whether a number is that
-    float: ("number", "a finite number", math.isfinite),
+    float: ("number", "a finite number of float32", lambda x: abs(x) < 2**128),
     int: ("integer", "a whole number of 32 bits", lambda x: abs(x) < 2**31 and x == int(x)),
     bool: ("bool", "True or False", lambda x: x in (0, 1)),
 }
@@ -176,4 +175,6 @@ def _scalar(kind, name: str, x):
         raise ValueError(f"{name}={x} is not {must}")
     if name.endswith("eps") and x < 0:
         raise ValueError(f"{name}={x} is negative")
+    if name == "softcap" and not 2**-100 <= x <= 2**100:  # float32 may round z / softcap to 0
+        raise ValueError(f"{name}={x} must be positive: from 2^-100 to 2^100")
     return kind(x)

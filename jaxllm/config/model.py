@@ -11,7 +11,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Layers = Annotated[int, Field(ge=1, le=4096)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30)]  # float32 rounds none to 0
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]

@@ -117,13 +117,13 @@ def add_options(parser: Parser, tokens: int) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises InputError for a number out of its range or a text that cannot be encoded."""
-    limits = {"tokens": (1, None), "temperature": (0, None), "top_k": (0, None), "top_p": (0, 1)}
-    limits |= {"seed": (0, 2**32 - 1), "samples": (1, None), "batch_size": (1, None)}
+    limits = dict.fromkeys(("tokens", "samples", "batch_size"), (1, 2**31 - 1))
+    limits |= {"temperature": (0, 1e300), "top_k": (0, 2**31 - 1), "top_p": (0, 1)}
+    limits["seed"] = 0, 2**32 - 1
     for name, (least, most) in limits.items():
         value = getattr(args, name, least)
-        if not (least <= value < float("inf")) or (most is not None and value > most):
-            limit = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise InputError(f"--{name}={value} is not {limit}")
+        if not least <= value <= most:
+            raise InputError(f"--{name}={value} is not from {least} to {most}")
     for text in (getattr(args, "prompt", None) or "", *args.stop):
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InputError(f"{text!r} is not UTF-8")

@@ -7,6 +7,7 @@ import datetime
 import functools
 import json
 import re
+import secrets
 from typing import Any
 
 import jinja2
@@ -16,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxllm.errors import InputError
 
-_START, _STOP = "\ufdd0", "\ufdd1"  # no characters; they surround what {% generation %} renders
+# They surround what {% generation %} renders; no text has them, as they differ in each process.
+_START, _STOP = (f"\ufdd0{secrets.token_hex(16)}\ufdd0" for _ in range(2))
 
 
 class _Generation(Extension):
@@ -73,8 +75,8 @@ def render(
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
-    for part in re.split(f"({_START}[^{_STOP}]*{_STOP})", marked):
-        spoken = part.strip(_START + _STOP)
+    for part in re.split(f"({_START}.*?{_STOP})", marked, flags=re.DOTALL):
+        spoken = part.removeprefix(_START).removesuffix(_STOP)
         if spoken != part:
             spans.append((len(text), len(text) + len(spoken)))
         text += spoken

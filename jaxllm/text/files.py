@@ -14,7 +14,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
-IDS = "token_ids.json"  # bos_token_id, eos_token_id and pad_token_id of config.json
+IDS = "token_ids.json"  # bos_token_id, eos_token_id, pad_token_id and model_type of config.json
 COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -44,6 +44,7 @@ class Pages:
         self.generation = read("generation_config.json")
         config = read("config.json") or read(IDS)
         self.config = {key: config[key] for key in config if key in _IDS}
+        self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
     def names(self) -> dict[str, str | None]:
@@ -64,7 +65,7 @@ class Pages:
 
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type")
 
 
 def _name(value: Any) -> str | None:
@@ -122,8 +123,10 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
         first, before = pages.tokenizer.get("add_prefix_space"), library.pre_tokenizer
-        if isinstance(first, bool) and isinstance(before, pre_tokenizers.ByteLevel):
-            before.add_prefix_space = first  # of a GPT2Tokenizer, whatever the file holds
+        if isinstance(first, bool) and _kind(pages) in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+            for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
+                if isinstance(part, pre_tokenizers.ByteLevel):
+                    part.add_prefix_space = first  # whatever the file holds
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
     try:
@@ -136,15 +139,15 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     return library
 
 
+def _kind(pages: Pages) -> str:
+    """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
+    named = pages.tokenizer.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(pages.model)
+    return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
+
+
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
     """GPT-2's form: bytes as visible characters, and its own regex."""
-    kind = pages.tokenizer.get("tokenizer_class")
-    if (
-        kind is None
-        and read_json(folder / "config.json", optional=True).get("model_type") == "gpt2"
-    ):
-        kind = "GPT2Tokenizer"
-    if str(kind).removesuffix("Fast") != "GPT2Tokenizer":
+    if (kind := _kind(pages)) != "GPT2Tokenizer":
         raise InputError(
             f"{folder} has no tokenizer.json, and its vocab.json is not known to be a"
             f" GPT2Tokenizer's (tokenizer_class in tokenizer_config.json: {kind}); if it is, name"
@@ -222,5 +225,6 @@ def copy_companions(source: Path, target: Path) -> None:
 def take_ids(folder: Path) -> dict[str, Any]:
     """The token ids for a config.json in place of token_ids.json, which is removed."""
     found = read_json(folder / IDS, optional=True)
+    found.pop("model_type", None)
     (folder / IDS).unlink(missing_ok=True)
     return found

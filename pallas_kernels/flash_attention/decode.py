@@ -51,7 +51,7 @@ def decode_attention(
     lengths: keys of each row, at most S, including the T positions'.  Position t of T is at
         slot lengths - T + t and sees the slots up to its own.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
-        lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
+        lengths - 1, or to the nearest one, in place where the cache is donated.  The result is then
         (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
         clips them to +-448 (infinities become NaN), and writes them.
     k_scale, v_scale: multiply k and v, for float8; default 1.
@@ -69,7 +69,7 @@ def decode_attention(
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
     lengths = ids.saturated("lengths", lengths)
-    _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
+    _check(q, k, v, lengths, new, k_scale, v_scale, window)
     if theta is not None and (new is None or q.shape[3] % 2):
         raise ValueError(
             f"theta={theta} needs new=, the key that RoPE turns, and an even D, not {q.shape[3]}"
@@ -140,9 +140,9 @@ def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 
-def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
+def _check(q, k, v, lengths, new, k_scale, v_scale, window):
     """Raises ValueError for arrays or options that contradict each other."""
-    check(q, k, v, True, window, softcap)
+    check(q, k, v, True, window)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
@@ -171,7 +171,7 @@ def _stored(x, scale, dtype):
 
 def _append(k, v, new, lengths):
     """[k, v] with a position of each row, two of (B, K, D), in the last slot of its text."""
-    slots = lengths - 1
+    slots = jnp.clip(lengths, 1, k.shape[1]) - 1
 
     def write(kept, new):
         # For a scatter of one row XLA for GPUs checks the bounds, in two kernels.

@@ -83,7 +83,7 @@ def attention(
         raise ValueError("k and v are missing: pass them, or q as Packed")
     operands = q if isinstance(q, Packed) else (q, k, v)
     of_q, of_k, of_v = shapes(operands)
-    check(of_q, of_k, of_v, causal, window, softcap)
+    check(of_q, of_k, of_v, causal, window)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
@@ -165,7 +165,7 @@ def _cudnn(q, k, v, *, causal, scale, window):
     )  # fmt: skip
 
 
-def check(q, k, v, causal, window, softcap):
+def check(q, k, v, causal, window):
     """Raises ValueError for shapes or options that contradict each other."""
     mosaic.check_axes("B T H D", q=q)
     mosaic.check_axes("B S K D", k=k, v=v)
@@ -180,8 +180,6 @@ def check(q, k, v, causal, window, softcap):
         raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap} must be positive")
 
 
 def scale_of(scale, q) -> float:
@@ -194,7 +192,7 @@ def scale_of(scale, q) -> float:
 
 def _pair(segment_ids, q, k):
     """Returns (ids of the queries, ids of the keys); raises ValueError for other shapes."""
-    (b, t), s, joint = q.shape[:2], k.shape[1], not isinstance(segment_ids, tuple)
+    (b, t), s, joint = q.shape[:2], k.shape[1], not isinstance(segment_ids, tuple | list)
     if joint and t > s:
         raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
     given, need = (segment_ids,) if joint else segment_ids, ((b, t), (b, s))[joint:]

@@ -99,9 +99,7 @@ def linear_cross_entropy(
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support.
     """
-    vocab_size = _check(
-        x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
-    )
+    vocab_size = _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk)
     if total is not None and reduction == "mean":
         raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
@@ -141,7 +139,7 @@ def _tokens(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
     return mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
 
 
-def _check(x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk) -> int:
+def _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk) -> int:
     """The vocabulary's size; raises ValueError if a value is wrong."""
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
     v, c = weight.shape[::-1] if transposed else weight.shape
@@ -154,8 +152,6 @@ def _check(x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale
         raise ValueError(f"labels have shape {labels.shape}, but x {x.shape} needs {x.shape[:-1]}")
     if not 1 <= vocab_size <= v * parts:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} is not positive")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} is not at least 1 token")
     if jnp.shape(scale):

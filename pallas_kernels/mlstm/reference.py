@@ -129,7 +129,9 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
         g, a_max, keep = x
         return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
 
-    c, n, m = state
+    # 0, with which the carries vary over a mesh as the results do, which shard_map checks.
+    zero = sum(jnp.sum(lax.stop_gradient(x[:0]), dtype=g.dtype) for x in (k, v, a, keeps, *state))
+    c, n, m = (x + zero for x in state)
     m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
     m_before = hold(m_before)
     m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])

@@ -191,6 +191,8 @@ class PlainWeight:
                 f"a plain weight has int8 or float8_e4m3fn codes (N, K) and scales (N,), not"
                 f" {codes.dtype} {codes.shape} and {scales.shape}"
             )
+        if codes.dtype == jnp.int8 and codes.shape[1] > 2**17:
+            raise ValueError(f"K={codes.shape[1]} is more than {2**17}: sums may leave int32")
 
 
 @checked

@@ -280,6 +280,8 @@ def test_text_decodes_only_its_last_tokens():
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),
         ("--checkpoint nowhere --prompt x --tokens 0", "--tokens=0"),
         ("--checkpoint nowhere --prompt x --batch_size 0", "--batch_size=0"),
+        ("--checkpoint nowhere --prompt x --top_k 2147483648", "--top_k=2147483648"),
+        ("--checkpoint nowhere --prompt x --tokens 2147483648", "--tokens=2147483648"),
         ("--checkpoint nowhere --prompt \udcff", "is not UTF-8"),
     ],
 )

@@ -350,3 +350,33 @@ def test_a_space_before_the_first_word_is_the_settings(tmp_path):
     for text in ("the quick", " the quick"):
         assert spaced.encode(text) == plain.encode(" the quick")
     assert spaced.digest != plain.digest
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "spaced"),
+    [
+        ("smollm2", "GPT2Tokenizer", True),  # one of several pre-tokenizers
+        ("qwen2", None, True),  # by config.json's model_type
+        ("gpt2", "PreTrainedTokenizerFast", False),
+        ("tekken", "PreTrainedTokenizerFast", False),
+    ],
+)
+def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, spaced, tmp_path):
+    """As by transformers 5.24: other classes take the tokenizer.json as it is."""
+    folder = shutil.copytree(FOLDER / family, tmp_path / "a")
+    plain = Tokenizer(folder)
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    page |= {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
+
+
+def test_a_conversation_marks_nothing_as_the_assistants(tmp_path):
+    """What surrounded the assistant's words was two characters, which a text may have."""
+    folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
+    shutil.copy(FOLDER.parent / "chat" / "generation.jinja", folder / "chat_template.jinja")
+    said = "\ufdd0mine\ufdd1"
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "yours"}]
+    text, spans = Tokenizer(folder).rendered(messages)
+    assert said in text
+    assert [text[start:end] for start, end in spans] == ["yours<|eot_id|>"]

@@ -73,6 +73,20 @@ def test_a_weakly_typed_residual_keeps_its_dtype(implementation):
     assert [y.dtype for y in jax.eval_shape(run, x, residual)] == [x.dtype, residual.dtype]
 
 
+def test_segment_ids_of_queries_and_keys_in_a_list():
+    q, k, v = (normal(i, (1, n, 1, 8)) for i, n in enumerate((2, 3, 3)))
+    pair = jnp.array([[0, 1]]), jnp.array([[0, 0, 1]])
+    one, other = (ops.attention(q, k, v, segment_ids=x) for x in (pair, list(pair)))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_plain_weights_whose_sums_leave_int32_are_refused():
+    """140,000 products of 127 x 127 wrapped, and the sum was -126,281."""
+    weight = ops.quantize(jnp.ones((140_000, 1)), bits=8, group=None)
+    with pytest.raises(ValueError, match=r"^K=140000 is more than 131072: sums may leave int32$"):
+        ops.quantized_linear(jnp.ones((2, 140_000)), weight.plain())
+
+
 X = jnp.ones((16, 16))
 ROTARY = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 2, 1, 8)), jnp.arange(2)
 

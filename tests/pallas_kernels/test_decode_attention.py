@@ -192,6 +192,17 @@ def test_a_length_beyond_the_cache_counts_as_its_size():
     assert (a == b).all()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("length", "slot"), [(-3, 0), (0, 0), (1, 0), (49, 47), (2**31 - 1, 47)])
+def test_a_new_position_outside_the_cache_is_written_at_its_nearest_end(rows, length, slot):
+    """As by the kernel; several rows lost it beyond the end, and all wrapped before the start."""
+    q, k, v, lengths = arrays(rows, 1, 4, 2, 48, 16, [length] * rows, jnp.float32)
+    new = tuple(normal(i, (rows, 1, 2, 16)) for i in (5, 6))
+    _, *cache = decode_attention(q, k, v, lengths, new=new, implementation="xla")
+    for kept, before, x in zip(cache, (k, v), new, strict=True):
+        np.testing.assert_array_equal(kept, before.at[:, slot].set(x[:, 0]))
+
+
 @pytest.mark.parametrize(
     ("d", "cache"), [(256, BF16), (80, BF16), (96, FP8)], ids=["wide", "odd", "float8"]
 )

@@ -47,6 +47,11 @@ def test_every_kind_of_number_is_converted(op, kind):
         (dict(window=np.array([3])), r"window=array\(\[3\]\) is not a Python integer"),
         (dict(window=0), "window=0 needs causal=True and at least 1 key"),
         (dict(softcap=float("nan")), "softcap=nan is not a finite number"),
+        (dict(scale=1e39), "scale=1e[+]39 is not a finite number of float32"),
+        (dict(scale=-(10**400)), "scale=-1000"),
+        # tanh(z / softcap) of a number that float32 rounds to 0: every logit was 0, or NaN
+        (dict(softcap=1e38), r"softcap=1e[+]38 must be positive: from 2\^-100 to 2\^100"),
+        (dict(softcap=1e-40), "softcap=1e-40 must be positive"),
         (dict(softcap=1j), "softcap=1j is not a Python number"),
         (dict(scale=None, softcap=False), "softcap=False is not a finite number"),
         (dict(causal="False"), "causal='False' is not a Python bool"),

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from kernel_checks import NO_KERNEL, ON_GPU, kernels_run_here, normal
 from small_calls import CASES
 
@@ -68,3 +70,19 @@ def test_of_two_members(name, loop):
         a, e = (np.asarray(x, np.float32) for x in (a, e))
         assert a.shape == e.shape
         assert np.sqrt(np.mean((a - e) ** 2)) <= tolerance * (0.1 + np.sqrt(np.mean(e**2)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_a_shard_map_that_checks_varying_types(name):
+    """JAX's default, for which kernels make room for XLA: a carry of the vLSTM had another type."""
+    op, shapes, whole, *dtype = CASES[name]
+    arrays = [jax.ShapeDtypeStruct(shape, *(dtype or [jnp.float32])) for shape in shapes]
+
+    def of_a_member(arrays, whole):
+        call = lambda *a: op(*a, *(x[0] for x in whole), implementation="xla")
+        y, pull = jax.vjp(call, *(x[0] for x in arrays))
+        return jax.tree.map(lambda x: x[None], (y, pull(y)))
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(of_a_member, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    jax.eval_shape(run, arrays, list(map(jnp.asarray, whole)))
