@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
+from jaxllm.data.cache import source_digest
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
     check_dtypes(config)
@@ -104,7 +106,8 @@ def dry_run(config: Config) -> int:
     trainer = launch.make_trainer(config, mesh, weights)
     emit = print_line if jax.process_index() == 0 else lambda text: None
     launch.print_header(trainer, None, emit)
-    launch.trace_step(trainer, emit)
+    launch.trace_step(trainer)
+    launch.print_kernels(emit)
     emit(estimate.summarize(trainer))
     return 0
 

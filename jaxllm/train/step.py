@@ -97,6 +97,7 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
+        self.packing = packing
         self.abstract_base: nnx.State | tuple = ()
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
