@@ -6,9 +6,9 @@
 
 Runs `jaxllm train` on random tokens, or on --data.path, in new processes with an empty cache that
 they share, and ends each after its first step.  A phase is the time of the main thread in it,
-without the phases inside it, so the rows add up to the total.  A cold start has no compiled
-program, but the system may still hold the files of Python and CUDA; the first of all reads them.
-The clock starts before Python does.
+without the phases inside it, so the rows add up to the total; below it is what other threads did
+beside it, with the phases inside.  A cold start has no compiled program, but the system may hold
+the files of Python and CUDA; the first of all reads them.  The clock starts before Python does.
 """
 
 import argparse
@@ -39,11 +39,13 @@ PHASES = {  # {module:function: phase}; what a commit lacks is left out
     "jaxllm.train.programs:read": "read the step",
     "jaxllm.train.programs:write": "keep the step",
     "jaxllm.train.launch:compile_step": "rest of the step's program",
+    "jaxllm.train.run:_start_devices": "devices",
+    "concurrent.futures:Future.result": "wait for the step's program",
     "jaxllm.train.launch:open_log": "log",
     "jaxllm.train.run:Run.loop": "first batch and step",
     "jaxllm.train.profiling:StepClock.started": "first batch and step",
 }
-IMPORTS, REST, TOTAL = "imports", "rest", "total"
+IMPORTS, REST, TOTAL, BESIDE = "imports", "rest", "total", "beside: "
 
 
 class Phases:
@@ -69,7 +71,10 @@ class Phases:
         @functools.wraps(function)
         def run(*args, **options):
             if threading.current_thread() is not threading.main_thread():
-                return function(*args, **options)
+                clock = time.time()
+                result = function(*args, **options)
+                self.seconds[f"{BESIDE}{phase}"] += time.time() - clock
+                return result
             self.change(phase)
             try:
                 return function(*args, **options)
@@ -173,10 +178,12 @@ def main() -> None:
             subprocess.run(words, env=environment, check=True)
             starts.append(json.loads(out.read_text()))
     print(f"\n{arguments.config}, seconds of starts after each other:")
-    last = [REST, TOTAL]
-    names = [n for n in (IMPORTS, *PHASES.values()) if any(n in s for s in starts)] + last
-    for name in names:
-        print(f"{name:<36}" + "".join(f"{start.get(name, 0):8.2f}" for start in starts))
+    phases = [IMPORTS, *dict.fromkeys(PHASES.values()), REST, TOTAL]
+    for name in [*phases, *(f"{BESIDE}{phase}" for phase in phases)]:
+        if any(name in start for start in starts):
+            print(f"{name:<42}" + "".join(f"{start.get(name, 0):8.2f}" for start in starts))
+    if sys.flags.dont_write_bytecode:
+        print("PYTHONDONTWRITEBYTECODE is set: each start may compile what it imports")
 
 
 if __name__ == "__main__":

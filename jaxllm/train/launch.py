@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.config.command_line import check_exists
-from jaxllm.data.cache import keep_compiled
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
@@ -205,7 +204,6 @@ def compile_step(
             timings = compiled / "timings.txt"
         if fresh and jax.process_index() == 0:
             shutil.rmtree(compiled, ignore_errors=True)
-        keep_compiled()
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, emit=emit)
     with memory_errors(advice):

@@ -82,7 +82,7 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
         "compilers": [devices[0].client.platform_version, str(dispatch.compiler())],
         "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
         "config": trainer.config.model_dump(mode="json"),
-        "packing": str(trainer.packing),
+        "packing": repr(trainer.packing),
         "arrays": [
             [jax.tree_util.keystr(path), x.shape, str(x.dtype), str(x.sharding)]
             for path, x in arrays
