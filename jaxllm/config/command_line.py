@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: str, **options) -> argparse.Action:
         default = options.get("default")
         if "action" not in options and default is not None:
-            options = {"type": type(default)} | options
+            options.setdefault("type", type(default))
             if "(default" not in options["help"]:
                 options["help"] += " (default: %(default)s)"
         if (kind := options.get("type")) in _NUMBERS:

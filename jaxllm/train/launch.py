@@ -205,7 +205,7 @@ def compile_step(
         if fresh and jax.process_index() == 0:
             shutil.rmtree(compiled, ignore_errors=True)
     clock = time.perf_counter()
-    find = functools.partial(find_or_compile, trainer, timings=timings, emit=emit)
+    find = functools.partial(find_or_compile, trainer, timings=timings)
     with memory_errors(advice):
         program, canary = find(trace_step), None
         print_kernels(emit)

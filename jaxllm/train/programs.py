@@ -7,11 +7,11 @@ H100 (JAX 0.12.0.1, 2026-11-25).
 """
 
 import hashlib
+import logging
 import os
 import pickle
 import sys
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +21,18 @@ import jax
 from jax.experimental import serialize_executable
 
 from jaxllm.data.cache import cache_folder, digest, source_digest
+from jaxllm.errors import in_short
 from jaxllm.files import write_whole
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
+log = logging.getLogger("jaxllm")
 # What JAX, XLA, Mosaic and our dispatch read from the environment.
 _READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "LD_LIBRARY_PATH")
 
 
 def find_or_compile(
-    trainer: Trainer,
-    trace: Callable[[Trainer], jax.stages.Traced],
-    timings: Path | None,
-    emit: Callable[[str], None],
+    trainer: Trainer, trace: Callable[[Trainer], jax.stages.Traced], timings: Path | None
 ) -> jax.stages.Compiled:
     """The program of a step of a trainer: as an earlier start has kept it, or traced and compiled.
 
@@ -41,21 +40,22 @@ def find_or_compile(
     trace: its name stands for the step.  timings: as for `compile_autotuned`.
     """
     place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions())
-    if place is not None and (program := read(place, trainer, timings, emit)) is not None:
+    if place is not None and (program := read(place, trainer, timings)) is not None:
         return program
     program = compile_autotuned(trace(trainer).lower(), timings)
     if place is not None:
-        write(place, program, Counter(dispatch.decisions()) - before, timings, emit)
+        write(place, program, Counter(dispatch.decisions()) - before, timings)
     return program
 
 
 def _place(trainer: Trainer, name: str) -> Path | None:
     """The file of a step in our cache; None: nothing is kept.
 
-    Several processes keep nothing: some of them might find the step, and wait for others to time
-    kernels.  Nor does whoever asks JAX or XLA for dumps, which only tracing and compiling write.
+    Several processes that time kernels share their times, so one that finds its step must not leave
+    others waiting.  Whoever asks for dumps gets them, which only tracing and compiling write.
     """
-    if jax.default_backend() != "gpu" or jax.process_count() > 1 or not cache_is_used():
+    times_together = jax.process_count() > 1 and not trainer.config.train.deterministic
+    if jax.default_backend() != "gpu" or times_together or not cache_is_used():
         return None
     parts = step_parts(trainer, name)
     if "dump" in str(parts["environment"]).lower():
@@ -80,6 +80,7 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
         "sources": source_digest(),
         "installed": [sys.version, *sorted(installed)],
         "compilers": [devices[0].client.platform_version, str(dispatch.compiler())],
+        "process": [jax.process_index(), jax.process_count()],
         "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
         "config": trainer.config.model_dump(mode="json"),
         "packing": repr(trainer.packing),
@@ -97,7 +98,6 @@ def write(
     program: jax.stages.Compiled,
     decisions: dict[dispatch.Decision, int],
     timings: Path | None,
-    emit: Callable[[str], None],
 ) -> None:
     """Keeps a step, with the decisions of its ops and the times of matmuls that it follows.
 
@@ -110,12 +110,10 @@ def write(
         content = pickle.dumps((serialize_executable.serialize(program), decisions, times))
         put(place, hashlib.sha256(content).digest() + content)
     except Exception as e:  # whatever JAX or pickle raises, or a full disk
-        emit(f"cache    the compiled step is not kept: {' '.join(str(e).split())[:200]}")
+        log.warning("the compiled step is not kept: %s", in_short(e))
 
 
-def read(
-    place: Path, trainer: Trainer, timings: Path | None, emit: Callable[[str], None]
-) -> jax.stages.Compiled | None:
+def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
     """A kept step, or None if there is none for these times of matmuls; deletes a damaged file.
 
     A new run takes its times; a resumed one has some, with which its program was compiled.
@@ -133,7 +131,7 @@ def read(
         return None
     except Exception as e:  # whatever JAX or pickle raises for a file that is not as it was
         place.unlink(missing_ok=True)
-        emit(f"cache    {place} cannot be read, compiling again: {' '.join(str(e).split())[:200]}")
+        log.warning("%s cannot be read, compiling again: %s", place, in_short(e))
         return None
     if timings is not None and times is not None:
         put(timings, times)
@@ -149,7 +147,7 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
     A new run takes the times of an earlier run of the same program from our cache.
     """
     if timings is None:
-        return compile_kept(lowered)
+        return lowered.compile()
     shared = cache_folder(None) / "timings"
     device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
     place = jax.__version__, device.client.platform_version, device.device_kind
@@ -168,14 +166,14 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
             {"xla_gpu_deterministic_ops": False, "xla_gpu_dump_autotune_results_to": str(partial)}
         )
         if not partial.exists():  # there was nothing to choose
-            return compile_kept(lowered)
+            return lowered.compile()
         partial.replace(timings)
         put(shared / f"{key}.txt", timings.read_bytes())
     # The name is a part of the key of the compiled program, so all runs have the same.
     times = timings.read_bytes()
     named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
     put(named, times)
-    return compile_kept(lowered, {"xla_gpu_load_autotune_results_from": str(named)})
+    return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
 
 
 def put(path: Path, content: bytes) -> None:
@@ -183,18 +181,3 @@ def put(path: Path, content: bytes) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
-
-
-def compile_kept(lowered: jax.stages.Lowered, options: dict | None = None) -> jax.stages.Compiled:
-    """Compiles, or reads the program from the cache, which is emptied if this cannot be read.
-
-    JAX writes into it in place, and never again, so a killed process may leave a part of a program.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Error reading persistent compilation cache")
-        try:
-            return lowered.compile(options)
-        except UserWarning:
-            for program in Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
-                program.unlink(missing_ok=True)
-    return lowered.compile(options)

@@ -13,7 +13,6 @@ import training_runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.data import cache as data_cache
-from jaxllm.train import programs
 from jaxllm.train.programs import compile_autotuned
 
 LOAD, DUMP = (
@@ -91,16 +90,16 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_part_of_a_program_in_the_cache_is_replaced(tmp_path):
+def test_a_part_of_a_program_in_jaxs_cache_is_compiled_again(tmp_path):
+    """JAX writes into its cache in place, so a killed process may leave a part."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    folder = tmp_path / "cache" / "compiled"
     Lowered().program.compile()
-    (path,) = folder.glob("*-cache")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    (path,) = (tmp_path / "cache" / "compiled").glob("*-cache")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     jax.clear_caches()
-    assert programs.compile_kept(Lowered().program)(np.ones((4, 4), np.float32))[0, 0] == 4
-    assert len(path.read_bytes()) > len(whole) // 2
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        program = compile_autotuned(Lowered(), None)
+    assert program(np.ones((4, 4), np.float32))[0, 0] == 4
 
 
 def test_a_program_without_choices_has_no_timings(tmp_path):

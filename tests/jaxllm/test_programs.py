@@ -63,8 +63,8 @@ def place(tmp_path, monkeypatch):
     return place
 
 
-def find(trace, trainer, timings=None, emit=print):
-    return programs.find_or_compile(trainer, trace, timings, emit)
+def find(trace, trainer):
+    return programs.find_or_compile(trainer, trace, None)
 
 
 def test_a_kept_step_repeats_the_bits_and_the_decisions(place):
@@ -99,7 +99,7 @@ def test_runs_on_a_mesh_repeat_the_bits_of_the_run_that_kept_their_steps():
 
 
 def test_where_a_step_is_kept(monkeypatch, tmp_path):
-    """On a GPU, in one process, unless JAX's settings or dumps that are asked for forbid it."""
+    """On a GPU, unless JAX's settings, dumps or matmuls that are timed together forbid it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(programs, "cache_is_used", lambda: True)
     trainer = make()
@@ -115,7 +115,11 @@ def test_where_a_step_is_kept(monkeypatch, tmp_path):
             assert place() is None
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        assert place() is None
+        first = place()
+        patch.setattr(jax, "process_index", lambda: 1)
+        assert len({first, place(), None}) == 3  # each process has its own
+        trainer = make(train=TrainConfig(**TRAIN, deterministic=False))
+        assert place() is None  # they would time matmuls together
     monkeypatch.setattr(programs, "cache_is_used", lambda: False)
     assert place() is None
 
@@ -139,9 +143,8 @@ def test_a_second_run_finds_the_step_of_the_first(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bit", "end", "empty", "another pickle"])
-def test_a_damaged_file_is_replaced_after_one_line(kind, place):
-    lines = []
-    find(launch.trace_step, trainer := make(), emit=lines.append)
+def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
+    find(launch.trace_step, trainer := make())
     whole, traced = place.read_bytes(), []
     content = bytearray(whole)
     content[len(whole) // 2] ^= 1
@@ -149,30 +152,30 @@ def test_a_damaged_file_is_replaced_after_one_line(kind, place):
     other = programs.hashlib.sha256(other).digest() + other
     cut = {"bit": bytes(content), "end": whole[:-1], "empty": b"", "another pickle": other}
     place.write_bytes(cut[kind])
-    assert lines == []
+    assert not caplog.messages
 
     def trace(trainer):
         traced.append(trainer)
         return launch.trace_step(trainer)
 
-    program = find(trace, trainer, emit=lines.append)
+    program = find(trace, trainer)
     assert traced == [trainer]
-    (line,) = lines
-    assert line.startswith(f"cache    {place} cannot be read, compiling again: ")
+    (line,) = caplog.messages
+    assert line.startswith(f"{place} cannot be read, compiling again: ")
     assert "\n" not in line
     assert int(program(trainer.init(), trainer.put_batch(batch(0)))[0].step) == 1
-    find(never, trainer, emit=lines.append)  # it is whole again
-    assert len(lines) == 1
+    find(never, trainer)  # it is whole again
+    assert len(caplog.messages) == 1
 
 
-def test_what_cannot_be_kept_is_said_in_one_line(place, monkeypatch):
+def test_what_cannot_be_kept_is_said_in_one_line(place, monkeypatch, caplog):
     def fail(program):
         raise NotImplementedError("no\nserialization")
 
     monkeypatch.setattr(serialize_executable, "serialize", fail)
-    lines = []
-    program = find(launch.trace_step, trainer := make(), emit=lines.append)
-    assert lines == ["cache    the compiled step is not kept: no serialization"]
+    program = find(launch.trace_step, trainer := make())
+    why = "NotImplementedError: no serialization"
+    assert caplog.messages == [f"the compiled step is not kept: {why}"]
     assert not place.exists()
     assert int(program(trainer.init(), trainer.put_batch(batch(0)))[0].step) == 1
 
@@ -218,10 +221,10 @@ def test_a_step_follows_the_times_of_its_run(kept, own, found, after, place, tmp
     if kept is not None:
         earlier.write_bytes(kept)
     program = launch.trace_step(trainer).lower().compile()
-    programs.write(place, program, {}, earlier, print)
+    programs.write(place, program, {}, earlier)
     if own is not None:
         programs.put(timings, own)
-    assert (programs.read(place, trainer, timings, print) is not None) == found
+    assert (programs.read(place, trainer, timings) is not None) == found
     assert (timings.read_bytes() if timings.exists() else None) == after
     assert place.exists()
 
