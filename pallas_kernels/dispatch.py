@@ -330,9 +330,9 @@ def explain() -> str:
     return "\n".join(lines)
 
 
-def decisions() -> list[Decision]:
-    """The decisions that `explain()` prints, in the order of their first calls."""
-    return list(_decisions)
+def decisions() -> dict[Decision, int]:
+    """The decisions that `explain()` prints, in the order of their first calls, and their calls."""
+    return dict(_decisions)
 
 
 def reset() -> None:

@@ -95,7 +95,7 @@ def measure(case: str, folder: str, dry: bool) -> dict:
 
     from jaxllm.config import load
     from jaxllm.sharding import make_mesh
-    from jaxllm.train import launch
+    from jaxllm.train import launch, programs
     from jaxllm.train.metrics import peak_memory
     from jaxllm.train.process import no_long_pauses
     from jaxllm.train.step import Trainer
@@ -122,7 +122,7 @@ def measure(case: str, folder: str, dry: bool) -> dict:
     lowered = traced.lower()
     lap("compile")
     timings = None if dry else Path(folder) / "timings.txt"
-    program = launch.compile_autotuned(lowered, timings)
+    program = programs.compile_autotuned(lowered, timings)
     lap("state")
     state = jax.block_until_ready(trainer.init())
     lap("first step")

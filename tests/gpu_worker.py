@@ -89,9 +89,9 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
 
     from jaxllm.config import load
     from jaxllm.sharding import make_mesh
-    from jaxllm.train.launch import compile_autotuned
     from jaxllm.train.metrics import peak_memory
     from jaxllm.train.process import no_long_pauses
+    from jaxllm.train.programs import compile_autotuned
     from jaxllm.train.step import Trainer
     from pallas_kernels.bench import operands
     from pallas_kernels.bench.case import A

@@ -92,7 +92,7 @@ def step(a) -> None:
     import jax
     import numpy as np
 
-    from jaxllm.train.launch import compile_autotuned
+    from jaxllm.train.programs import compile_autotuned
     from pallas_kernels import dispatch
 
     quantize = None if a.weights == "none" else a.weights

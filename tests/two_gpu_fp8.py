@@ -35,7 +35,7 @@ import numpy as np  # noqa: E402
 
 from jaxllm.config import load  # noqa: E402
 from jaxllm.sharding import make_mesh  # noqa: E402
-from jaxllm.train import launch  # noqa: E402
+from jaxllm.train import programs  # noqa: E402
 from jaxllm.train.metrics import peak_memory  # noqa: E402
 from jaxllm.train.process import no_long_pauses  # noqa: E402
 from jaxllm.train.step import Trainer  # noqa: E402
@@ -54,7 +54,7 @@ def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) ->
     config = load(a.config, overrides)
     trainer = Trainer(config, make_mesh(config.mesh, jax.devices()[:gpus]))
     lowered = trainer.trace_train_step().lower()
-    program = launch.compile_autotuned(lowered, None)
+    program = programs.compile_autotuned(lowered, None)
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.model.vocab_size, (gpus * rows, width + 1), dtype=np.int32)
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})

@@ -90,14 +90,27 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=INDENT, width=columns(), **options)
 
 
+_NUMBERS = {int: "N", float: "X"}  # what stands for them in --help
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size."""
+    """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size.
+
+    The type of an option is its default's, numbers are N and X, and its help ends with the default.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
-        if options.get("type") is Path:  # a shell leaves ~ as it is in quotes and after =
+        default = options.get("default")
+        if "action" not in options and default is not None:
+            options.setdefault("type", type(default))
+            if "(default" not in options["help"]:
+                options["help"] += " (default: %(default)s)"
+        if (kind := options.get("type")) in _NUMBERS:
+            options.setdefault("metavar", _NUMBERS[kind])
+        if kind is Path:  # a shell leaves ~ as it is in quotes and after =
             options["type"] = lambda text: Path(text).expanduser()
         hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
@@ -224,9 +237,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 def _add_processes(parser: Parser) -> None:
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="train in N processes, each with one GPU"
-    )
+    parser.add_argument("--processes", type=int, help="train in N processes, each with one GPU")
     parser.add_argument(
         "--process",
         type=int,

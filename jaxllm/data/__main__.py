@@ -33,26 +33,15 @@ def _parser() -> Parser:
     command.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
     )
+    command.add_argument("--shard_tokens", default=100_000_000, help="tokens per shard")
     command.add_argument(
-        "--shard_tokens",
-        type=int,
-        default=100_000_000,
-        metavar="N",
-        help="tokens per shard (default: %(default)s)",
+        "--val_fraction", default=0.01, help="fraction of the documents to hold out for validation"
     )
-    command.add_argument(
-        "--val_fraction",
-        type=float,
-        default=0.01,
-        metavar="X",
-        help="fraction of the documents to hold out for validation (default: %(default)s)",
-    )
-
     command.add_argument(
         "--special_tokens",
         choices=["text", "tokens"],
         default="text",
-        help="what the names of special tokens in a document are (default: %(default)s)",
+        help="what the names of special tokens in a document are",
     )
     command.add_argument(
         "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
@@ -61,7 +50,7 @@ def _parser() -> Parser:
         "--loss",
         choices=["assistant", "all"],
         default="assistant",
-        help="the tokens of a chat to predict: the assistant's, or all (default: %(default)s)",
+        help="the tokens of a chat to predict: the assistant's, or all",
     )
     of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
     command.set_defaults(
@@ -74,11 +63,7 @@ def _parser() -> Parser:
     )
     _add_source(command)
     command.add_argument(
-        "--vocab_size",
-        required=True,
-        type=int,
-        metavar="N",
-        help="number of entries, including the 256 bytes",
+        "--vocab_size", required=True, type=int, help="number of entries, including the 256 bytes"
     )
     command.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
@@ -94,7 +79,7 @@ def _add_source(command: Parser, *more: str) -> None:
         "--text_column",
         default="text",
         metavar="NAME",
-        help="column of the text in jsonl and parquet (default: %(default)s)",
+        help="column of the text in jsonl and parquet",
     )
 
 

@@ -4,6 +4,7 @@ Every entry is complete or absent, even if a process is killed while it writes.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -33,23 +34,25 @@ def cache_folder(cache_dir: str | None) -> Path:
 def keep_compiled() -> None:
     """Makes JAX keep compiled programs for GPUs in our cache, and read them at the next start.
 
-    Those read longest ago are deleted when all have more than _COMPILED bytes: JAX's own limit
-    (jax_compilation_cache_max_size) needs locks, which some network file systems do not have.
-    Its keys hold the program, XLA's flags, all versions and the GPU.  JAX's own settings go first:
-    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+    Of these and of the steps of train/programs.py, those read longest ago are deleted when all have
+    more than _COMPILED bytes: JAX's own limit (jax_compilation_cache_max_size) needs locks, which
+    some network file systems do not have.  JAX's own settings go first: JAX_COMPILATION_CACHE_DIR
+    names another folder for its programs, JAX_ENABLE_COMPILATION_CACHE=false keeps neither.
     """
     import jax  # here, as it takes seconds and must not start before XLA's flags are set
 
-    if jax.default_backend() == "gpu" and not jax.config.jax_compilation_cache_dir:
+    if jax.default_backend() == "gpu":
         folder = cache_folder(None) / "compiled"
         _trim(folder)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        if not jax.config.jax_compilation_cache_dir:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _trim(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process deletes them
-        files = [(path, path.stat()) for path in folder.glob("*-cache")]
+        paths = [*folder.glob("*-cache"), *folder.glob("*.step")]
+        files = [(path, path.stat()) for path in paths]
         files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
         excess = sum(stat.st_size for _, stat in files) - _COMPILED
         for path, stat in files:
@@ -62,6 +65,15 @@ def _trim(folder: Path) -> None:
 def digest(*parts: Any) -> str:
     """Returns the SHA-256 of JSON-like values as 64 hex digits."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@functools.cache
+def source_digest() -> str:
+    """The digest of our code, as the process's first call found it: it may be edited later."""
+    root = Path(__file__).parents[2]
+    paths = [path for name in ("jaxllm", "pallas_kernels") for path in (root / name).rglob("*.py")]
+    texts = {str(path.relative_to(root)): path.read_text() for path in sorted(paths)}
+    return digest(texts)
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -63,30 +63,20 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         metavar="DIR",
         help="a run's directory, or a folder that jaxllm convert --quantize made",
     )
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
-    )
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
     parser.add_argument(
         "--batch_size",
         type=int,
-        metavar="N",
         help="sequences per batch (default: the run's for the loss, else 16)",
     )
+    parser.add_argument("--batches", type=int, help="for the loss: use only the first N batches")
     parser.add_argument(
-        "--batches", type=int, metavar="N", help="for the loss: use only the first N batches"
+        "--limit", type=int, help="for HellaSwag and tasks: use only the first N questions"
     )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="for HellaSwag and tasks: use only the first N questions",
-    )
-    parser.add_argument(
-        "--shots", type=int, metavar="N", help="for tasks: solved examples before each question"
-    )
+    parser.add_argument("--shots", type=int, help="for tasks: solved examples before each question")
     parser.add_argument(
         "--include_path", type=Path, metavar="DIR", help="for tasks: a folder of your own, as YAML"
     )

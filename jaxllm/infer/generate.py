@@ -39,20 +39,8 @@ def _parser() -> Parser:
         help="the prompt is a message to a chat model; each line of --prompts is a conversation:"
         ' JSON messages, or {"messages": ..., "tools": ...}',
     )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1,
-        metavar="N",
-        help="texts per prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=32,
-        metavar="N",
-        help="texts to compute at once (default: %(default)s)",
-    )
+    parser.add_argument("--samples", default=1, help="texts per prompt")
+    parser.add_argument("--batch_size", default=32, help="texts to compute at once")
     add_options(parser, tokens=200)
     return parser
 
@@ -66,29 +54,13 @@ def add_options(parser: Parser, tokens: int) -> None:
         metavar="DIR",
         help="a run's directory, or a folder that jaxllm convert --quantize made",
     )
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
+        "--temperature", default=0.8, help="0: always the most likely token; higher: more random"
     )
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=tokens,
-        metavar="N",
-        help="largest number of tokens to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="0: always the most likely token; higher: more random (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=int,
-        default=50,
-        metavar="K",
-        help="sample among the K most likely tokens; 0: all (default: %(default)s)",
+        "--top_k", default=50, metavar="K", help="sample among the K most likely tokens; 0: all"
     )
     parser.add_argument(
         "--top_p",
@@ -97,14 +69,12 @@ def add_options(parser: Parser, tokens: int) -> None:
         metavar="P",
         help="sample among the most likely tokens with total probability P (default: 1, all)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
-    )
+    parser.add_argument("--seed", default=0, help="seed of the sampling")
     parser.add_argument(
         "--kv_cache_dtype",
         choices=("auto", "float8"),
         default="auto",
-        help="auto: model.compute_dtype; float8: half the bytes, e4m3 (default: %(default)s)",
+        help="auto: model.compute_dtype; float8: half the bytes, e4m3",
     )
     parser.add_argument(
         "--stop",

@@ -1,11 +1,8 @@
 """Prepares a run: makes the mesh, opens weights and logs, restores, compiles."""
 
-import hashlib
-import os
+import functools
 import shutil
 import time
-import uuid
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from jax.sharding import Mesh
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.config.command_line import check_exists
-from jaxllm.data.cache import cache_folder, digest, keep_compiled
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
@@ -29,6 +25,7 @@ from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
 from jaxllm.train.metrics import RunLog, SilentLog, peak_flops
 from jaxllm.train.process import check_kernels
+from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.tracker import Wandb
 from jaxllm.train.verify import Canary
@@ -207,86 +204,29 @@ def compile_step(
             timings = compiled / "timings.txt"
         if fresh and jax.process_index() == 0:
             shutil.rmtree(compiled, ignore_errors=True)
-        keep_compiled()
     clock = time.perf_counter()
-    traced = trace_step(trainer, emit)
+    find = functools.partial(find_or_compile, trainer, timings=timings)
     with memory_errors(advice):
-        program = compile_autotuned(traced.lower(), timings)
-        canary = None
+        program, canary = find(trace_step), None
+        print_kernels(emit)
         if config.verify_every:
-            verified = trainer.trace_verified_step().lower()
-            canary = Canary(trainer, compile_autotuned(verified, timings))
+            canary = Canary(trainer, find(Trainer.trace_verified_step))
     seconds = time.perf_counter() - clock
     emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
     return program, canary
 
 
-def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
-    """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
-
-    timings: where the run stores them, or will; None: with XLA's first choice, which is not timed.
-    A new run takes the times of an earlier run of the same program from our cache.
-    """
-    if timings is None:
-        return compile_kept(lowered)
-    shared = cache_folder(None) / "timings"
-    device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
-    place = jax.__version__, device.client.platform_version, device.device_kind
-    key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
-    if not jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        shared = timings.parent
-    elif not timings.exists() and (known := shared / f"{key}.txt").exists():
-        put(timings, known.read_bytes())
-    if not timings.exists():
-        # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
-        # This compilation only times, and writes the file, under another name until it is whole.
-        timings.parent.mkdir(parents=True, exist_ok=True)
-        # Another name each time: a program in the cache would write nothing.
-        partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
-        lowered.compile(
-            {"xla_gpu_deterministic_ops": False, "xla_gpu_dump_autotune_results_to": str(partial)}
-        )
-        if not partial.exists():  # there was nothing to choose
-            return compile_kept(lowered)
-        partial.replace(timings)
-        put(shared / f"{key}.txt", timings.read_bytes())
-    # The name is a part of the key of the compiled program, so all runs have the same.
-    times = timings.read_bytes()
-    named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
-    put(named, times)
-    return compile_kept(lowered, {"xla_gpu_load_autotune_results_from": str(named)})
-
-
-def put(path: Path, content: bytes) -> None:
-    """Writes a file unless it exists."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
-
-
-def compile_kept(lowered: jax.stages.Lowered, options: dict | None = None) -> jax.stages.Compiled:
-    """Compiles, or reads the program from the cache, which is emptied if this cannot be read.
-
-    JAX writes into it in place, and never again, so a killed process may leave a part of a program.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Error reading persistent compilation cache")
-        try:
-            return lowered.compile(options)
-        except UserWarning:
-            for program in Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
-                program.unlink(missing_ok=True)
-    return lowered.compile(options)
-
-
-def trace_step(trainer: Trainer, emit: Callable[[str], None]) -> jax.stages.Traced:
-    """Traces the train step, and prints how its ops run."""
+def trace_step(trainer: Trainer) -> jax.stages.Traced:
+    """Traces the train step; raises InputError if its ops cannot run as asked for."""
     try:
-        traced = trainer.trace_train_step()
+        return trainer.trace_train_step()
     except NotImplementedError as e:  # only kernels=mosaic raises it
         raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
+
+
+def print_kernels(emit: Callable[[str], None]) -> None:
+    """Prints how the ops run that have been traced."""
     emit("kernels  " + kernel_summary().replace("\n", "\n         "))
-    return traced
 
 
 def kernel_summary() -> str:
@@ -328,7 +268,7 @@ def open_log(
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count
         about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
-    report.describe(out_dir, about, dispatch.decisions())
+    report.describe(out_dir, about, list(dispatch.decisions()))
     peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
     tracker = None
     if config.train.tracker == "wandb":

@@ -9,11 +9,14 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
+from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes
@@ -31,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
     check_dtypes(config)
@@ -48,7 +52,16 @@ def _run(argv: list[str]) -> int:
     return _train(arguments)
 
 
+def _start_devices() -> None:
+    """Starts JAX's backend; whoever then needs a device waits for it, and gets its error."""
+    import jax
+
+    with contextlib.suppress(Exception):
+        jax.devices()
+
+
 def _train(arguments: command_line.Arguments) -> int:
+    threading.Thread(target=_start_devices).start()  # CUDA starts while Python imports the rest
     if arguments.dry_run:
         return dry_run(arguments.config)
     resume, status, again = arguments.resume, None, False
@@ -104,7 +117,8 @@ def dry_run(config: Config) -> int:
     trainer = launch.make_trainer(config, mesh, weights)
     emit = print_line if jax.process_index() == 0 else lambda text: None
     launch.print_header(trainer, None, emit)
-    launch.trace_step(trainer, emit)
+    launch.trace_step(trainer)
+    launch.print_kernels(emit)
     emit(estimate.summarize(trainer))
     return 0
 
@@ -161,13 +175,17 @@ class Run:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
             emit(f"resume   from the checkpoint of step {newest} in {out_dir}")
-        self.state, self.base = launch.initial_state(
-            self.trainer, self.checkpoints, newest, weights, self.advice
-        )
-        fresh = self.start == 0
-        self.step_program, self.canary = launch.compile_step(
-            self.trainer, out_dir, fresh, emit, self.advice
-        )
+        keep_compiled()
+        # Weights are read and packed while XLA compiles, which takes as long for a large model.
+        with ThreadPoolExecutor(1) as pool:
+            fresh = self.start == 0
+            compiling = pool.submit(
+                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice
+            )
+            self.state, self.base = launch.initial_state(
+                self.trainer, self.checkpoints, newest, weights, self.advice
+            )
+            self.step_program, self.canary = compiling.result()
         self.evaluate = self.trainer.eval_step()
         try:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)

@@ -97,6 +97,7 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
+        self.packing = packing
         self.abstract_base: nnx.State | tuple = ()
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
@@ -104,8 +105,8 @@ class Trainer:
             self.abstract_base_params = base
             self.abstract_base = frozen(base, config.model, self.packing)
         self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
-        self.step_graph = step_graph(config)
-        self.abstract_keys = nnx.state(_step_model(config), DropoutKey)
+        split = nnx.split(_step_model(config), nnx.Param, DropoutKey)
+        self.step_graph, _, self.abstract_keys = split
         dtype = jnp.dtype(config.model.compute_dtype)
         self.copied = [  # one flag per parameter
             bool(p.get_metadata().get("copied")) and p.dtype != dtype

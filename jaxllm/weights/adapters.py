@@ -30,6 +30,7 @@ from jaxllm.weights.huggingface import (
     HuggingFaceWeights,
     check_finite,
     pickle_in,
+    read_ahead,
     write_safetensors,
 )
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
@@ -168,16 +169,21 @@ def load_base(
     packing, sums = packing_of(base, config), {}
     shapes = frozen(params, config, packing)
     at = named_params(frozen_shardings(shapes, mesh))
+    read = read_ahead if isinstance(base, HuggingFaceWeights) else map
+    arrays = read(lambda name: (name, base.param(name)), at)
 
     def put(name: str, variable: nnx.Variable):
         sharding = at[name].get_value()
         if isinstance(base, PackedWeights):
             return base.load_one(name, jax.tree.leaves(sharding)[0])
-        x = base.param(name)
+        read_name, x = next(arrays)
+        assert read_name == name
+        if own := packing and packing.of(name, x.shape):
+            x = jnp.asarray(x)  # once, for the checksum and to be packed
         sums.update(array_checksums({name: x}))
         x = x if merge is None else merge(name, x)
-        if own := packing and packing.of(name, x.shape):
-            return jax.device_put(own.pack(jnp.asarray(x)), sharding)
+        if own:
+            return jax.device_put(own.pack(x), sharding)
         x = np.asarray(x, variable.get_value().dtype)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

@@ -35,10 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="step of the checkpoint of a run to convert (default: the newest)",
+        "--step", type=int, help="step of the checkpoint of a run to convert (default: the newest)"
     )
     parser.add_argument(
         "--dtype",

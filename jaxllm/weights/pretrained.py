@@ -20,7 +20,7 @@ from jaxllm.models import create
 from jaxllm.weights import adapters
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
-from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
+from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in, read_ahead
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import Place, named_params, places
 
@@ -231,8 +231,8 @@ def text_folder(weights: Weights) -> Path:
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     """The parameters in float32, with the structure and the shardings of `abstract`.
 
-    Packed weights keep the form that PackedWeights.load returns.  At most one further tensor is in
-    memory at a time.
+    Packed weights keep the form that PackedWeights.load returns.  At most AHEAD + 1 further
+    tensors are in memory at a time.
     """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
@@ -251,8 +251,8 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     else:
         arrays = {
             name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)
-            for place in places(weights.config)
-            for name, x in weights.read(place).items()
+            for tensors in read_ahead(weights.read, places(weights.config))
+            for name, x in tensors.items()
         }
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
 

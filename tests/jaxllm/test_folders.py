@@ -1,6 +1,8 @@
 """Hugging Face folders are read as by transformers; each setting is applied or refused."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -20,6 +22,7 @@ from loaded_models import logits
 from safetensors.numpy import save_file
 
 from jaxllm.errors import InputError
+from jaxllm.weights.huggingface import AHEAD, read_ahead
 from jaxllm.weights.huggingface_config import config_json, model_config
 from jaxllm.weights.places import places
 from jaxllm.weights.pretrained import open_weights
@@ -309,3 +312,30 @@ def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
         " more, holds model.embed_tokens.weight of shape [70, 16] instead of [67, 16];"
         " tie_word_embeddings=true uses the embedding as the head"
     )
+
+
+def test_tensors_are_read_ahead_in_order_and_only_a_few():
+    lock, reading, most = threading.Lock(), set(), 0
+
+    def read(key):
+        nonlocal most
+        with lock:
+            reading.add(key)
+            most = max(most, len(reading))
+        if key == 15:
+            raise InputError("damaged")
+        return key
+
+    found = []
+
+    def consume():
+        for key in read_ahead(read, range(20)):
+            found.append(key)
+            time.sleep(0.01)  # the threads would go on if they could
+            with lock:
+                reading.discard(key)
+
+    with pytest.raises(InputError, match="damaged"):
+        consume()
+    assert found == list(range(15))
+    assert 1 < most <= AHEAD + 1

@@ -1,0 +1,183 @@
+"""Compiles the steps of a run, and keeps in the user's cache what the next start can take from it.
+
+Kept are the times of XLA's matmul kernels, JAX's compiled programs, which are found by their text,
+and whole steps, which are found by everything that their text follows from.  So a second start
+neither traces nor lowers its step, which takes most of its time: 13 of 24 s for gpt2_124m on an
+H100 (JAX 0.12.0.1, 2026-11-25).
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxllm.data.cache import cache_folder, digest, source_digest
+from jaxllm.errors import in_short
+from jaxllm.files import write_whole
+from jaxllm.train.step import Trainer
+from pallas_kernels import dispatch
+
+log = logging.getLogger("jaxllm")
+# What JAX, XLA, Mosaic and our dispatch read from the environment.
+_READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "LD_LIBRARY_PATH")
+
+
+def find_or_compile(
+    trainer: Trainer, trace: Callable[[Trainer], jax.stages.Traced], timings: Path | None
+) -> jax.stages.Compiled:
+    """The program of a step of a trainer: as an earlier start has kept it, or traced and compiled.
+
+    The ops' decisions are recorded (`dispatch.explain()`) in either case.
+    trace: its name stands for the step.  timings: as for `compile_autotuned`.
+    """
+    place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions())
+    if place is not None and (program := read(place, trainer, timings)) is not None:
+        return program
+    program = compile_autotuned(trace(trainer).lower(), timings)
+    if place is not None:
+        write(place, program, Counter(dispatch.decisions()) - before, timings)
+    return program
+
+
+def _place(trainer: Trainer, name: str) -> Path | None:
+    """The file of a step in our cache; None: nothing is kept.
+
+    Several processes that time kernels share their times, so one that finds its step must not leave
+    others waiting.  Whoever asks for dumps gets them, which only tracing and compiling write.
+    """
+    times_together = jax.process_count() > 1 and not trainer.config.train.deterministic
+    if jax.default_backend() != "gpu" or times_together or not cache_is_used():
+        return None
+    parts = step_parts(trainer, name)
+    if "dump" in str(parts["environment"]).lower():
+        return None
+    return cache_folder(None) / "compiled" / f"{digest(parts)}.step"
+
+
+def cache_is_used() -> bool:
+    """Whether the user's settings of JAX let compiled programs be kept."""
+    config = jax.config
+    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
+
+
+def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
+    """Everything that the compiled program of a step follows from, but the times of matmuls."""
+    devices = list(trainer.mesh.devices.flat)
+    sizes = "device_kind", "compute_capability", "core_count", "shared_memory_per_block_optin"
+    arrays = jax.tree.leaves_with_path((trainer.abstract_state(), trainer.abstract_batch()))
+    installed = {path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")}
+    return {
+        "step": name,
+        "sources": source_digest(),
+        "installed": [sys.version, *sorted(installed)],
+        "compilers": [devices[0].client.platform_version, str(dispatch.compiler())],
+        "process": [jax.process_index(), jax.process_count()],
+        "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
+        "config": trainer.config.model_dump(mode="json"),
+        "packing": repr(trainer.packing),
+        "arrays": [
+            [jax.tree_util.keystr(path), x.shape, str(x.dtype), str(x.sharding)]
+            for path, x in arrays
+        ],
+        "settings": {key: repr(value) for key, value in sorted(jax.config.values.items())},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_READ)},
+    }
+
+
+def write(
+    place: Path,
+    program: jax.stages.Compiled,
+    decisions: dict[dispatch.Decision, int],
+    timings: Path | None,
+) -> None:
+    """Keeps a step, with the decisions of its ops and the times of matmuls that it follows.
+
+    Does not if our code has been edited since this process imported it.
+    """
+    if source_digest.__wrapped__() != source_digest():
+        return
+    times = timings.read_bytes() if timings is not None and timings.exists() else None
+    try:
+        content = pickle.dumps((serialize_executable.serialize(program), decisions, times))
+        put(place, hashlib.sha256(content).digest() + content)
+    except Exception as e:  # whatever JAX or pickle raises, or a full disk
+        log.warning("the compiled step is not kept: %s", in_short(e))
+
+
+def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
+    """A kept step, or None if there is none for these times of matmuls; deletes a damaged file.
+
+    A new run takes its times; a resumed one has some, with which its program was compiled.
+    """
+    try:
+        content = memoryview(place.read_bytes())
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            raise ValueError("its checksum differs")
+        serialized, decisions, times = pickle.loads(content[32:])
+        if timings is not None and timings.exists() and timings.read_bytes() != times:
+            return None
+        devices = list(trainer.mesh.devices.flat)
+        program = serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
+    except FileNotFoundError:
+        return None
+    except Exception as e:  # whatever JAX or pickle raises for a file that is not as it was
+        place.unlink(missing_ok=True)
+        log.warning("%s cannot be read, compiling again: %s", place, in_short(e))
+        return None
+    if timings is not None and times is not None:
+        put(timings, times)
+    for decision in Counter(decisions).elements():
+        dispatch.record(decision)
+    return program
+
+
+def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
+    """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
+
+    timings: where the run stores them, or will; None: with XLA's first choice, which is not timed.
+    A new run takes the times of an earlier run of the same program from our cache.
+    """
+    if timings is None:
+        return lowered.compile()
+    shared = cache_folder(None) / "timings"
+    device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
+    place = jax.__version__, device.client.platform_version, device.device_kind
+    key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
+    if not cache_is_used():
+        shared = timings.parent
+    elif not timings.exists() and (known := shared / f"{key}.txt").exists():
+        put(timings, known.read_bytes())
+    if not timings.exists():
+        # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
+        # This compilation only times, and writes the file, under another name until it is whole.
+        timings.parent.mkdir(parents=True, exist_ok=True)
+        # Another name each time: a program in the cache would write nothing.
+        partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
+        lowered.compile(
+            {"xla_gpu_deterministic_ops": False, "xla_gpu_dump_autotune_results_to": str(partial)}
+        )
+        if not partial.exists():  # there was nothing to choose
+            return lowered.compile()
+        partial.replace(timings)
+        put(shared / f"{key}.txt", timings.read_bytes())
+    # The name is a part of the key of the compiled program, so all runs have the same.
+    times = timings.read_bytes()
+    named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
+    put(named, times)
+    return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
+
+
+def put(path: Path, content: bytes) -> None:
+    """Writes a file unless it exists."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
