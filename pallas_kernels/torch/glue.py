@@ -79,8 +79,8 @@ def fits(step: Step, arrays: Sequence[Array]) -> bool:
 class _Group:
     """The lines that compute, in one thread, an element of each of some arrays of one shape."""
 
-    def __init__(self, program: Program, steps: dict[int, Step], stored, parameter: Callable):
-        self.program, self.steps, self.stored, self.parameter = program, steps, stored, parameter
+    def __init__(self, program: Program, stored, parameter: Callable):
+        self.program, self.stored, self.parameter = program, stored, parameter
         self.lines: list[str] = []
         self.known: dict[Any, str] = {}
 
@@ -133,7 +133,7 @@ class _Group:
             return self.let(kind, f"load({where}, {math.prod(shape)})")
         if root != number:
             return self.value(root, self.places(self.flat(at, shape), arrays[root].shape))
-        text = self.computed(self.steps[root], root, at)
+        text = self.computed(self.program.made[root], root, at)
         return self.let(kind, f"float({memory}({text}))" if memory in ("f16", "bf16") else text)
 
     def computed(self, step: Step, number: int, at: tuple[str, ...]) -> str:
@@ -181,16 +181,13 @@ class _Group:
         )  # fmt: skip
 
 
-def write(program: Program, steps: dict[int, Step], stored, roots: Sequence[int]):
-    """The text of a function that computes `roots`, its arguments' roots, its number of blocks.
-
-    `stored` are in memory, `steps` make the others.
-    """
+def write(program: Program, stored, roots: Sequence[int]):
+    """The text of a function that computes `roots` from the `stored`, its arguments, its blocks."""
     slots: dict[int, int] = {}
     parameter = lambda root: slots.setdefault(root, len(slots))
     body, blocks = [], 0
     for shape in dict.fromkeys(program.arrays[root].shape for root in roots):
-        group = _Group(program, steps, stored, parameter)
+        group = _Group(program, stored, parameter)
         at, size = group.places("i", shape), math.prod(shape)
         members = [root for root in roots if program.arrays[root].shape == shape]
         values = [group.value(root, at) for root in members]

@@ -10,36 +10,34 @@ from pallas_kernels.torch import glue, launch, trace
 from pallas_kernels.torch.program import Glue, Plan, Program, Step, Unit
 
 
-def _lowered(program: Program) -> tuple[Program, dict[int, int]]:
-    """The program with lowered kernels, and the arrays that they write into another's memory.
+def _lower(program: Program) -> dict[int, int]:
+    """Lowers the kernels, and says which arrays they write into another's memory.
 
-    What others read is copied before.
+    What others read is copied before; so are outputs that are inputs, constants, or each other.
     """
-    steps, arrays, roots = [], list(program.arrays), list(program.roots)
-    every = (step.ins for step in program.steps if step.outs)  # all but barriers
-    reads = Counter(roots[i] for each in (*every, program.outputs) for i in each)
-    outputs, made, same = [], set(), {}
+    roots, steps, outputs = program.roots, program.steps, program.outputs
+    every = (step.ins for step in steps if step.outs)  # all but barriers
+    reads = Counter(roots[i] for each in (*every, outputs) for i in each)
+    program.steps, program.outputs, program.made, same = [], [], {}, {}
 
     def copy(number: int) -> int:
-        arrays.append(arrays[number])
-        roots.append(len(roots))
-        steps.append(Step("copy", {}, (number,), (roots[-1],)))
-        return roots[-1]
+        out = program.new(program.arrays[number])
+        program.step(Step("copy", {}, (number,), (out,)))
+        return out
 
-    for step in program.steps:
+    for step in steps:
         if step.primitive == "kernel":
-            aliases = step.params.params["input_output_aliases"]
-            roots_of = [roots[n] for n in step.ins]
-            shared = [i for i in aliases if reads[roots_of[i]] > 1 or roots_of[i] not in made]
+            aliases = step.params["of"].params["input_output_aliases"]
+            old = [roots[n] for n in step.ins]
+            shared = [i for i in aliases if reads[old[i]] > 1 or old[i] not in program.made]
             ins = tuple(copy(n) if i in shared else n for i, n in enumerate(step.ins))
             same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
-            step = Step("kernel", trace.kernel(step.params), ins, step.outs)
-        steps.append(step)
-        made.update(step.outs)
-    for number in program.outputs:  # neither inputs, nor constants, nor each other
-        fresh = roots[number] in made and roots[number] not in outputs
-        outputs.append(roots[number] if fresh else copy(number))
-    return Program(program.inputs, program.constants, steps, outputs, arrays, roots), same
+            step = Step("kernel", trace.kernel(step.params["of"]), ins, step.outs)
+        program.step(step)
+    for number in outputs:
+        fresh = roots[number] in program.made and roots[number] not in program.outputs
+        program.outputs.append(roots[number] if fresh else copy(number))
+    return same
 
 
 def _launches(program: Program) -> list[Step]:
@@ -48,8 +46,7 @@ def _launches(program: Program) -> list[Step]:
     XLA's barriers say which arrays lie in memory, too.
     """
     steps, arrays, roots = program.steps, program.arrays, program.roots
-    made = {i: step for step in steps for i in step.outs}
-    stored = {*range(program.inputs), *program.constants}
+    stored = {*program.inputs, *program.constants}
     reads = [None if glue.fits(s, arrays) else {roots[i] for i in s.ins} for s in steps]
     wanted = {*program.outputs}.union(*filter(None, reads))
     done: list[Step] = []
@@ -57,7 +54,7 @@ def _launches(program: Program) -> list[Step]:
 
     def flush(now: list[int]) -> None:
         if now:
-            text, arguments, blocks = glue.write(program, made, stored, now)
+            text, arguments, blocks = glue.write(program, stored, now)
             done.append(Step("glue", Glue(blocks, launch.binary(text)), arguments, ()))
             stored.update(now)
             waiting[:] = [root for root in waiting if root not in stored]
@@ -77,9 +74,9 @@ def _launches(program: Program) -> list[Step]:
 
 def plan(program: Program) -> Plan:
     """The launches of a program, in order, and where in memory their arrays are."""
-    shapes = [program.arrays[i] for i in program.outputs]
-    program, same = _lowered(program)
     arrays, roots = program.arrays, program.roots
+    shapes = [arrays[i] for i in program.outputs]
+    same = _lower(program)
 
     def owner(number: int) -> int:
         root = roots[number]
@@ -88,7 +85,7 @@ def plan(program: Program) -> Plan:
     done = _launches(program)
     used = [[owner(i) for i in (*x.ins, *x.outs)] for x in done]  # the arrays in memory of each
     last = {root: n for n, each in enumerate(used) for root in each}
-    given = [*range(program.inputs), *(root for root in last if root in program.constants)]
+    given = [*program.inputs, *(root for root in last if root in program.constants)]
     number = {root: n for n, root in enumerate(dict.fromkeys((*given, *last)))}
     results = [owner(root) for root in program.outputs]
     # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
@@ -114,6 +111,6 @@ def plan(program: Program) -> Plan:
         units.append(Unit(what, slots, reads, tuple(dead)))
     kinds = {root: arrays[root] for root in number} | dict(zip(results, shapes, strict=True))
     made = tuple(number[root] for root in tensors - returned)
-    constants = tuple(program.constants[root] for root in given[program.inputs :])
+    constants = tuple(program.constants[root] for root in given[len(program.inputs) :])
     outputs = tuple(number[root] for root in results)
     return Plan(constants, tuple(units), tuple(kinds.values()), made, shared, size, outputs)

@@ -1,4 +1,4 @@
-"""What an op is without JAX: a program of steps, then a plan of launches, which is kept on disk."""
+"""What an op is: a program of steps, then a plan of launches, which needs no JAX and is kept."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,23 +31,35 @@ class Glue(NamedTuple):
 
 
 class Step(NamedTuple):
-    """outs = primitive(ins); ins and outs number the program's arrays."""
+    """outs = primitive(ins); ins and outs number a program's arrays."""
 
     primitive: str
-    params: Any  # a dict of plain values; of "kernel" JAX's equation
+    params: Any  # plain values by name; of "kernel" JAX's equation, then a Kernel; of "glue" a Glue
     ins: tuple[int, ...]
     outs: tuple[int, ...]
 
 
-class Program(NamedTuple):
-    """`inputs` arrays, constants and the results of the steps have the numbers 0, 1, 2, ..."""
+class Program:
+    """Inputs, constants, the results of steps and views of them have the numbers 0, 1, 2, ..."""
 
-    inputs: int
-    constants: dict[int, np.ndarray]
-    steps: Sequence[Step]
-    outputs: Sequence[int]
-    arrays: Sequence[Array]  # by number
-    roots: Sequence[int]  # by number: the array that a reshaped one is, or the array itself
+    def __init__(self, inputs: Sequence[Array]):
+        self.arrays: list[Array] = []  # by number
+        self.roots: list[int] = []  # by number: the array that a reshaped one is, or the array
+        self.constants: dict[int, np.ndarray] = {}
+        self.steps: list[Step] = []
+        self.made: dict[int, Step] = {}  # by number
+        self.inputs = [self.new(x) for x in inputs]
+        self.outputs: list[int] = []
+
+    def new(self, array: Array, root: int | None = None) -> int:
+        self.arrays.append(array)
+        self.roots.append(len(self.roots) if root is None else root)
+        return len(self.arrays) - 1
+
+    def step(self, step: Step) -> Sequence[int]:
+        self.steps.append(step)
+        self.made |= dict.fromkeys(step.outs, step)
+        return step.outs
 
 
 class Unit(NamedTuple):

@@ -78,7 +78,6 @@ _OPERATORS = {  # for primitives that are no glue
     "reduce_prod": lambda x, *, axes, **_: functools.reduce(torch.prod, sorted(axes)[::-1], x),
     "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
-    "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
     "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
     "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),

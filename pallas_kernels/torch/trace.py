@@ -6,6 +6,7 @@ import this file.  Nothing here touches a GPU or imports PyTorch: JAX traces sha
 kernel for CUDA.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,24 +31,12 @@ _SAME = set("copy copy_p kernel_guard name optimization_barrier stop_gradient".s
 _VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
 
 
-class _Walk:
-    """Numbers the arrays of a jaxpr, and collects constants and steps."""
-
-    def __init__(self):
-        self.arrays: list[Array] = []
-        self.roots: list[int] = []
-        self.constants: dict[int, np.ndarray] = {}
-        self.steps: list[Step] = []
-        self.made: dict[int, Step] = {}  # by array
-
-    def new(self, aval, root: int | None = None) -> int:
-        self.arrays.append(_array(aval))
-        self.roots.append(len(self.roots) if root is None else root)
-        return len(self.arrays) - 1
+class _Walk(Program):
+    """Collects the steps of a jaxpr."""
 
     def constant(self, x) -> int:
         self.constants[len(self.arrays)] = np.asarray(x)
-        return self.new(x)
+        return self.new(_array(x))
 
     def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
         """The numbers of the jaxpr's results, given the numbers of its arguments."""
@@ -71,20 +60,19 @@ class _Walk:
             return self.walk(eqn.params[_CALLS[name]], ins)
         if name == "run_state":
             return self.walk(discharge_state(core.ClosedJaxpr(eqn.params["jaxpr"], ())), ins)
-        if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
-            if name == "optimization_barrier":
-                self.steps.append(Step(name, {}, ins, ()))
+        if name == "optimization_barrier":
+            self.step(Step(name, {}, ins, ()))
             return ins
-        wider = name == "broadcast_in_dim" and eqn.invars[0].aval.size < eqn.outvars[0].aval.size
+        if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
+            return ins
+        out = _array(eqn.outvars[0].aval)
+        wider = name == "broadcast_in_dim" and eqn.invars[0].aval.size < math.prod(out.shape)
         if name in _VIEWS and not wider:
-            return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        outs = tuple(self.new(v.aval) for v in eqn.outvars)
+            return [self.new(out, self.roots[ins[0]])]
+        outs = tuple(self.new(_array(v.aval)) for v in eqn.outvars)
         if name == "mpmd_map":
-            self.steps.append(Step("kernel", eqn, ins, outs))
-        else:
-            self.steps.append(self.turned(Step(name, _plain(eqn), ins, outs)))
-            self.made.update(dict.fromkeys(outs, self.steps[-1]))
-        return outs
+            return self.step(Step("kernel", {"of": eqn}, ins, outs))
+        return self.step(self.turned(Step(name, _plain(eqn), ins, outs)))
 
     def turned(self, step: Step) -> Step:
         """Products read transposed operands where they lie, and are transposed by their order."""
@@ -110,18 +98,17 @@ class _Walk:
 
 def build(jaxpr) -> Program:
     """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
-    w = _Walk()
-    inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
-    outputs = w.walk(discharge_state(jaxpr), inputs)  # without references
-    used, steps = {w.roots[i] for i in outputs}, []
+    w = _Walk([_array(v.aval) for v in jaxpr.jaxpr.invars])
+    w.outputs = w.walk(discharge_state(jaxpr), w.inputs)  # without references
+    used, steps = {w.roots[i] for i in w.outputs}, []
     for step in reversed(w.steps):  # without what nobody reads
         if step.primitive == "optimization_barrier":
             steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
         elif not used.isdisjoint(step.outs):
             used.update(w.roots[i] for i in step.ins)
             steps.append(step)
-    constants = {i: x for i, x in w.constants.items() if i in used}
-    return Program(len(inputs), constants, steps[::-1], outputs, w.arrays, w.roots)
+    w.steps = steps[::-1]
+    return w
 
 
 def _array(aval) -> Array:
@@ -174,24 +161,24 @@ def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[i
 
     jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
     leaves, tree = jax.tree.flatten(out)
-    program, saved = _split(build(jaxpr), len(leaves))
-    what = tree.unflatten([...] * len(leaves)), len(leaves), saved
+    program = build(jaxpr)
+    what = tree.unflatten([...] * len(leaves)), len(leaves), _split(program, len(leaves))
     if not wrt:
         return Entry(*what, (), (program,))
     back = build(jax.make_jaxpr(lambda vjp, *given: vjp(tree.unflatten(given)))(vjp, *leaves))
-    distinct = tuple(dict.fromkeys(back.outputs))
-    gradients = tuple(map(distinct.index, back.outputs))
-    return Entry(*what, gradients, (program, back._replace(outputs=distinct)))
+    every, back.outputs = back.outputs, list(dict.fromkeys(back.outputs))
+    return Entry(*what, tuple(map(back.outputs.index, every)), (program, back))
 
 
-def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
+def _split(program: Program, n: int) -> tuple[tuple[str, int], ...]:
     """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
-    outputs, roots, saved = list(program.outputs[:n]), program.roots, []
-    for number in program.outputs[n:]:
-        if roots[number] < program.inputs:
+    roots, residuals, saved = program.roots, program.outputs[n:], []
+    program.outputs = program.outputs[:n]
+    for number in residuals:
+        if roots[number] in program.inputs:
             saved.append(("in", roots[number]))
             continue
-        if roots[number] not in [roots[i] for i in outputs]:
-            outputs.append(number)
-        saved.append(("out", [roots[i] for i in outputs].index(roots[number])))
-    return program._replace(outputs=tuple(outputs)), tuple(saved)
+        if roots[number] not in [roots[i] for i in program.outputs]:
+            program.outputs.append(number)
+        saved.append(("out", [roots[i] for i in program.outputs].index(roots[number])))
+    return tuple(saved)
