@@ -1,20 +1,10 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference."""
+# ruff: noqa: F403, F405
 
-from pallas_kernels.activations.activation import gelu, swiglu
-from pallas_kernels.activations.feed_forward import mlp
-from pallas_kernels.embedding import encoder
-from pallas_kernels.flash_attention.decode import decode_attention
-from pallas_kernels.flash_attention.op import attention
-from pallas_kernels.float8.linear import fp8_linear
-from pallas_kernels.losses.cross_entropy import cross_entropy
-from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.mlstm.op import vlstm, vlstm_step
-from pallas_kernels.norms.norm import layer_norm, rms_norm
-from pallas_kernels.packed import Packed
-from pallas_kernels.quantized.formats import QuantizedWeight, quantize
-from pallas_kernels.quantized.op import quantized_linear
-from pallas_kernels.rotary import RopeScaling, rope
-from pallas_kernels.single_row import row_linear
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pallas_kernels.public import *
 
 __all__ = [
     "Packed",
@@ -38,3 +28,12 @@ __all__ = [
     "vlstm",
     "vlstm_step",
 ]
+
+
+def __getattr__(name: str):
+    # The first look at an op imports JAX: pallas_kernels.torch mostly needs neither.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pallas_kernels import public
+
+    return getattr(public, name)

@@ -14,7 +14,7 @@ def lines(paths) -> int:
 
 def public_names(root: Path) -> dict[str, Path]:
     """The file of each public name of pallas_kernels."""
-    tree = ast.parse((root / "pallas_kernels" / "__init__.py").read_text())
+    tree = ast.parse((root / "pallas_kernels" / "public.py").read_text())
     return {
         alias.asname or alias.name: (root / node.module.replace(".", "/")).with_suffix(".py")
         for node in tree.body

@@ -1,18 +1,21 @@
 """Checks pallas_kernels.torch on a GPU and measures it: one call, every case in its own process.
 
-    python tests/torch_native.py --out FOLDER [--only CASE ...]
+    python tests/torch_native.py checks     bits and errors beside JAX, streams, graphs, two GPUs
+    python tests/torch_native.py vlstm      the vLSTM beside mlstm_kernels
+    python tests/torch_native.py llama      50 steps of a Llama: eager, compiled, patched
+    python tests/torch_native.py ops        GPU time of each op beside JAX's
+    python tests/torch_native.py rest       time on the host, attention beside cuDNN, second start
 
+Several groups or cases may follow each other (`jax:rope op:rope`).  Each group takes at most 150 s
+with two GPUs: checks share both, and timed cases of one lane run one after the other on one GPU.
 The checks of ops are in torch_native_ops.py, of calls in torch_native_checks.py, the timings in
-torch_native_timings.py.
-FOLDER/torch_native.jsonl gets a line for each case as it ends: what it found, or its traceback.
-Needs an H100 or H200, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.  With two GPUs the timed
-cases run on the first one and the checks on the second at the same time: about 8 minutes.
+torch_native_timings.py.  --out FOLDER keeps all that was found in torch_native.jsonl.
+Needs H100s or H200s, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,23 @@ import torch_native_timings as timings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+AT_ONCE = 14  # checks
+CHECKS = [
+    "two_gpus", *[f"jax:{','.join([*ops.OPS][i::5])}" for i in range(5)],
+    *[f"op:{n}" for n in ops.OPS], "quantized", "strides", "autograd", "streams", "cuda_graph",
+    "compile", "reduce_overhead",
+    *[f"opcheck:{n}" for n in ("attention_128", "rms_norm", "encoder", "vlstm")],
+]  # fmt: skip
+LANES = {  # timed cases; each lane has a GPU of its own
+    "vlstm": (["vlstm:7B", "vlstm:tests"], ["vlstm:124M", "vlstm:4x2048"]),
+    "llama": (["llama:eager", "llama:patch"], ["llama:compile"]),
+    "ops": tuple(
+        [f"gpu_times:{how}:{','.join([*timings.TIMES][lane::2])}" for how in ("torch", "jax")]
+        for lane in (0, 1)
+    ),
+    "rest": (["overhead", "time_attention"], ["probe", "start:first", "start:second"]),
+}
+
 
 def run_case(spec, folder):
     """The case `NAME` or `NAME:ARGUMENT` is the function case_NAME of one of the three files."""
@@ -39,33 +59,70 @@ def run_case(spec, folder):
     return next(filter(None, found))(*rest)
 
 
-def gpus() -> int:
+def gpus() -> list[str]:
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
-        return 0
-    return found.count("GPU ")
+        return ["0"]
+    return list(map(str, range(max(found.count("GPU "), 1))))
 
 
-TIMED = [  # one after the other, with seconds that each may take
-    ("probe", 60), ("overhead", 60), ("time_attention", 90), ("time_vlstm", 120),
-    ("start:first", 60), ("start:second", 60), ("llama:patch", 120), ("llama:eager", 120),
-    ("llama:compile", 200), ("llama:patch_compile", 200), ("jax_times", 120),
-]  # fmt: skip
-CHECKS = [
-    "quantized", *[f"op:{n}" for n in ops.OPS], "strides", "autograd", "streams", "cuda_graph",
-    "compile", "reduce_overhead",
-    *[f"opcheck:{n}" for n in ("attention_128", "rms_norm", "encoder", "vlstm")],
-]  # fmt: skip
+def in_a_process(spec, gpu, limit, folder):
+    """What a case found, or how it failed."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if not spec.startswith("jax:"):
+        environment.pop("JAX_PLATFORMS", None)
+    start = time.time()
+    command = [sys.executable, __file__, "--case", spec, "--folder", folder]
+    failed = {}
+    try:
+        ran = subprocess.run(command, capture_output=True, timeout=max(limit, 1), env=environment)
+        out, err = ran.stdout, ran.stderr
+    except subprocess.TimeoutExpired as error:
+        out, err, failed = error.stdout or b"", error.stderr or b"", {"TIMEOUT": round(limit)}
+    said = [x for x in out.decode(errors="replace").splitlines() if x.startswith("RESULT ")]
+    found = json.loads(said[-1][7:]) if said else {}  # the last one that a case has printed
+    if not failed and (not said or ran.returncode):
+        failed = {"DIED": ran.returncode}
+    found |= failed
+    if failed or "FAILED" in found:
+        found["stderr"] = err.decode(errors="replace")[-1500:]
+    return found | {"wall_s": round(time.time() - start, 1)}
+
+
+def wrong(found) -> list[str]:
+    """Names of what is false or failed.  Bits need not be equal where cuBLAS takes part."""
+    names = []
+    for name, x in found.items():
+        if name in ("FAILED", "DIED", "TIMEOUT"):
+            names.append(name)
+        elif name not in ("bits", "bits_equal"):
+            inner = [y for y in (x if isinstance(x, list) else [x])]
+            names += [name for y in inner if y is False]
+            names += [f"{name}.{z}" for y in inner if isinstance(y, dict) for z in wrong(y)]
+    return names
+
+
+def brief(spec, found) -> str:
+    """One line."""
+    bad = wrong(found)
+    if "FAILED" in found:
+        bad = [found["FAILED"].strip().splitlines()[-1][:200]]
+    plain = {k: v for k, v in found.items() if isinstance(v, bool | int | float)}
+    text = " ".join(f"{k}={v}" for k, v in plain.items())
+    return f"{'WRONG ' if bad else 'ok    '}{spec[:40]}: {' '.join(map(str, bad)) or text}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="groups or cases")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
-    parser.add_argument("--case")
-    parser.add_argument("--folder")
-    parser.add_argument("--only", nargs="*", help="names of cases, whole or up to the colon")
-    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--seconds", type=float, default=145)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         try:
@@ -74,79 +131,37 @@ def main():
             found = {"FAILED": traceback.format_exc()[-2500:]}
         print("\nRESULT " + json.dumps(found), flush=True)
         return 0
-    folder = tempfile.mkdtemp()
-    results, begin = {}, time.time()
+    if not arguments.names:
+        parser.error(f"which of checks, {', '.join(LANES)}?")
+    folder, devices, begin = tempfile.mkdtemp(), gpus(), time.time()
     os.environ["PALLAS_KERNELS_CACHE"] = str(Path(folder) / "cache")
     path = Path(arguments.out) / "torch_native.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.open("w", buffering=1)
+    results = {}
 
-    def one(spec, limit, gpu, cores):
-        limit = min(limit, begin + arguments.seconds - time.time())
-        if limit < 5:
-            found = {"SKIPPED": "no time left"}
-        else:
-            found = measured(spec, limit, gpu, cores)
-        results[spec] = found
-        lines.write(json.dumps({spec: found}) + "\n")
-        print(f"{time.time() - begin:.0f} s", spec, json.dumps(found)[:300], flush=True)
+    def lane(specs, gpu):
+        for spec in specs:
+            found = in_a_process(spec, gpu, begin + arguments.seconds - time.time(), folder)
+            results[spec] = found
+            with path.open("a") as lines:
+                lines.write(json.dumps({spec: found}) + "\n")
+            print(f"{time.time() - begin:4.0f} s  {brief(spec, found)}", flush=True)
 
-    def measured(spec, limit, gpu, cores):
-        command = [sys.executable, __file__, "--case", spec, "--folder", folder]
-        if cores and shutil.which("taskset"):
-            command = ["taskset", "-c", cores, *command]
-        environment = dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        environment["OMP_NUM_THREADS"] = "4"
-        if not spec.startswith("jax"):
-            environment.pop("JAX_PLATFORMS", None)
-        start = time.time()
-        try:
-            ran = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, env=environment
-            )
-            said = [x for x in ran.stdout.splitlines() if x.startswith("RESULT ")]
-            found = json.loads(said[-1][7:]) if said else {"DIED": ran.returncode}
-            if not said or "FAILED" in found:
-                found["stderr"] = ran.stderr[-1500:]
-        except subprocess.TimeoutExpired as error:
-            found = {k: (getattr(error, k) or b"").decode(errors="replace")[-800:]
-                     for k in ("stdout", "stderr")} | {"TIMEOUT": limit}  # fmt: skip
-        return found | {"wall_s": round(time.time() - start, 1)}
-
-    def chosen(specs):
-        only = arguments.only
-        return [s for s in specs if not only or s in only or s.split(":")[0] in only]
-
-    count, cores = gpus(), os.cpu_count() or 1
-    # Timed cases on the first GPU, checks on the second at the same time, unless one is chosen.
-    aside = count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
-    mine = f"0-{max(cores // 3, 1) - 1}" if aside else ""
-    rest = f"{cores // 3}-{cores - 1}" if aside else ""
-    names = [s[3:] for s in chosen(CHECKS) if s.startswith("op:")]
-    references = [f"jax:{','.join(names[i::5])}" for i in range(min(5, len(names)))]
-
-    def timed():
-        for spec, limit in TIMED:
-            if chosen([spec]):
-                one(spec, limit, "0" if aside else None, mine)
-
-    def checked():
-        with ThreadPoolExecutor(12) as pool:
-            for spec in (*references, *chosen(CHECKS)):
-                pool.submit(one, spec, 240, "1" if aside else None, rest)
-
-    with ThreadPoolExecutor(2) as both:
-        runs = [both.submit(timed)]
-        if not aside:
-            runs[0].result()
-        runs.append(both.submit(checked))
-        for run in runs:
-            run.result()
-    if chosen(["two_gpus"]):
-        one("two_gpus", 60, None, "")
-    bad = [k for k, v in results.items() if {"FAILED", "DIED", "TIMEOUT", "SKIPPED"} & set(v)]
-    print(f"{len(results)} cases, {len(bad)} failed: {bad}; {time.time() - begin:.0f} s")
-    return 0
+    for name in arguments.names:
+        lanes = LANES.get(name, [[name]])
+        places = [devices[i % len(devices)] for i in range(len(lanes))]
+        if name == "checks":
+            # The first sees both GPUs.
+            lanes = [[x] for x in CHECKS]
+            places = [",".join(devices), *(devices[i % len(devices)] for i in range(len(lanes)))]
+        at_once = AT_ONCE if name == "checks" else len(devices)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lane, lanes, places[: len(lanes)]))
+        for line in timings.TABLES.get(name, lambda _: [])(results):
+            print(line)
+    bad = [spec for spec, found in results.items() if wrong(found)]
+    print(f"{len(results)} cases, {len(bad)} wrong: {bad}; {time.time() - begin:.0f} s")
+    return bool(bad)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def case_op(name, folder):
     while not path.exists() and time.time() < end:
         time.sleep(1)
     if not path.exists():
-        return found | {"jax": "no result"}
+        return found | {"jax": False}  # no result
     data = np.load(path)
     rows = []
     for i, x in enumerate(got):

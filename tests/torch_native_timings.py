@@ -1,7 +1,7 @@
 """Timings of pallas_kernels.torch on a GPU, beside PyTorch, mlstm_kernels and JAX.
 
-Each case is a function that returns what it measured; torch_native.py runs them, one after the
-other, each in its own process.
+Each case is a function that returns what it measured; torch_native.py runs them, each in its own
+process, and prints TABLES.
 """
 # ruff: noqa: B023  (functions are called in the round of the loop that makes them)
 
@@ -11,13 +11,45 @@ import sys
 import time
 
 import numpy as np
-from torch_native_ops import forward_backward
+from torch_native_ops import B, F, I, forward_backward
 
 VLSTMS = {  # B, T, NH, DQK, DV
-    "124M": (8, 1024, 4, 96, 192),
+    "124M": (8, 1024, 6, 64, 128),
     "7B": (1, 8192, 8, 256, 512),
     "4x2048": (4, 2048, 8, 64, 128),
+    "tests": (2, 256, 4, 256, 512),  # one of mlstm_kernels' tests
 }
+
+
+def _cell(Bz, T, H, DQ, DV):
+    gates = ((Bz, T, H), F), ((Bz, T, H), F, 1.0, 3.0)
+    return "vlstm", [((Bz, T, H, DQ), B)] * 2 + [((Bz, T, H, DV), B), *gates], {}, {}
+
+
+# As torch_native_ops.OPS, at the sizes of models.
+TIMES = {
+    "attention 64": ("attention", [((4, 4096, 16, 64), B)] * 3, {}, {}),
+    "attention 128": ("attention", [((4, 4096, 16, 128), B)] * 3, {}, {}),
+    "rms_norm": ("rms_norm", [((16384, 4096), B), ((4096,), F)], {}, {}),
+    "rms_norm residual": ("rms_norm", [((16384, 4096), B), ((4096,), F)],
+                          {"residual": ((16384, 4096), B)}, {}),
+    "layer_norm": ("layer_norm", [((32768, 768), B), ((768,), F), ((768,), F)], {}, {}),
+    "rope": ("rope", [((2, 4096, 32, 128), B), ((2, 4096, 8, 128), B), ((4096,), I, 4096)], {},
+             {"theta": 500000.0}),
+    "swiglu": ("swiglu", [((8192, 14336), B)] * 2, {}, {}),
+    "mlp gate": ("mlp", [((8192, 2048), B), ((2048, 8192), B, 0.02, 0), ((8192, 2048), B, 0.02, 0)],
+                 {"gate": ((2048, 8192), B, 0.02, 0)}, {}),
+    "mlp gelu": ("mlp", [((8192, 768), B), ((768, 3072), B, 0.02, 0), ((3072, 768), B, 0.02, 0)],
+                 {"bias": ((3072,), B)}, {}),
+    "encoder": ("encoder", [((16, 1024), I, 50257), ((50304, 768), F), ((1024, 768), F)], {},
+                {"dtype": B}),
+    "cross_entropy": ("cross_entropy", [((8192, 50304), B), ((8192,), I, 50257)], {}, {}),
+    "linear_cross_entropy": ("linear_cross_entropy", [
+        ((8, 1024, 768), B), ((50304, 768), B, 0.02, 0), ((8, 1024), I, 50257)], {}, {}),
+    "vlstm 124M": _cell(*VLSTMS["124M"]),
+    "vlstm 7B": _cell(*VLSTMS["7B"]),
+    "quantized_linear": ("quantized_linear", [((256, 4096), B), ((4096, 1024), "int4")], {}, {}),
+}  # fmt: skip
 
 
 def _host_us(f, blocks=60, calls=10):
@@ -96,25 +128,24 @@ def case_start(which):
     start = time.time()
     import torch
 
-    torch.cuda.init()
     torch.empty(1, device="cuda")
-    torch_s = time.time() - start
+    found = {"torch_s": time.time() - start}
     free = torch.cuda.mem_get_info()[0]
-    import pallas_kernels.torch  # noqa: F401
+    import pallas_kernels.torch as pk
 
-    import_s = time.time() - start - torch_s
-    before = time.time()
+    x, w = torch.randn(64, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda")
+    pk.rms_norm(x, w)
+    torch.cuda.synchronize()
+    found["rms_norm_s"] = time.time() - start  # all until its result
     forward_backward("attention_128")
     torch.cuda.synchronize()
-    op_s = time.time() - before
-    import jax
-
-    return {
-        "torch_s": round(torch_s, 2), "import_s": round(import_s, 2), "op_s": round(op_s, 2),
+    found["and_attention_s"] = time.time() - start
+    return {k: round(v, 2) for k, v in found.items()} | {
         "gpu_MiB": round((free - torch.cuda.mem_get_info()[0]) / 2**20),
         "torch_MiB": round(torch.cuda.memory_reserved() / 2**20),
-        "jax_backend": jax.default_backend(),
-    }  # fmt: skip
+        "no_jax": which == "first" or "jax" not in sys.modules,
+        "no_dynamo": "torch._dynamo" not in sys.modules,
+    }
 
 
 def _gpu_ms(f, n=20):
@@ -171,63 +202,47 @@ def case_time_attention():
     return found
 
 
-def case_time_vlstm():
+def case_vlstm(name):
+    """Milliseconds by CUDA events: forward, forward and backward, the latter in a CUDA graph."""
     import torch
 
     import pallas_kernels.torch as pk
 
+    torch.manual_seed(0)
+    Bz, T, H, DQ, DV = VLSTMS[name]
+    make = lambda *width: torch.randn(Bz, T, H, *width, device="cuda")
+    q, k, v, go = (make(width).bfloat16() for width in (DQ, DQ, DV, DV))
+    i, f = make(), make() + 3
+    ours = [x.requires_grad_() for x in (q, k, v, i, f)]
+    both = lambda: torch.autograd.grad(pk.vlstm(*ours), ours, go)
     found = {"device": torch.cuda.get_device_name()}
-    for name, (Bz, T, H, DQ, DV) in VLSTMS.items():
+    found |= {"f": _gpu_ms(lambda: pk.vlstm(*ours), 5), "fb": _gpu_ms(both, 5)}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    found["fb_graph"] = _gpu_ms(graph.replay, 5)
+    print("RESULT", json.dumps(found), flush=True)
+    try:
+        from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+    except ImportError as error:
+        return found | {"mlstm_kernels": f"skipped: {error}"}
+    theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in ours]
+    given = go.transpose(1, 2).contiguous()
+    for chunk in (128, 256):
+        options = {"chunk_size": chunk, "autocast_kernel_dtype": torch.bfloat16}
+        run = lambda: mlstm_chunkwise__xl_chunk(*theirs, **options)
         try:
-            q, k = (
-                torch.randn(Bz, T, H, DQ, device="cuda").bfloat16().requires_grad_() for _ in "ab"
-            )
-            v = torch.randn(Bz, T, H, DV, device="cuda").bfloat16().requires_grad_()
-            i = torch.randn(Bz, T, H, device="cuda").requires_grad_()
-            f = (torch.randn(Bz, T, H, device="cuda") + 3).requires_grad_()
-            go = torch.randn_like(v)
-            forward = lambda: pk.vlstm(q, k, v, i, f)
-            both = lambda: torch.autograd.grad(pk.vlstm(q, k, v, i, f), [q, k, v, i, f], go)
-            row = {"f": _gpu_ms(forward, 5), "fb": _gpu_ms(both, 5)}
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                both()
-            row["fb_graph"] = _gpu_ms(graph.replay, 5)
-            found[name] = row | _mlstm_kernels(Bz, T, H, DQ, DV)
+            out, e = run().transpose(1, 2).float(), pk.vlstm(*ours).float()
+            found[f"xl{chunk}_difference"] = round(float((out - e).norm() / e.norm()), 4)
+            found[f"xl{chunk}_f"] = _gpu_ms(run, 5)
+            found[f"xl{chunk}_fb"] = _gpu_ms(lambda: torch.autograd.grad(run(), theirs, given), 5)
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {str(error)[-500:]}"
-        print(json.dumps(found), flush=True)
+            found[f"xl{chunk}"] = f"{type(error).__name__}: {str(error)[-200:]}"
     return found
 
 
-def _mlstm_kernels(Bz, T, H, DQ, DV):
-    """The same call by mlstm_kernels, if it is installed."""
-    import importlib
-
-    import torch
-
-    row = {}
-    for kind, chunk in (("limit", 64), ("xl", 128)):
-        try:
-            module = importlib.import_module(f"mlstm_kernels.torch.chunkwise.triton_{kind}_chunk")
-            op = getattr(module, f"mlstm_chunkwise__{kind}_chunk")
-            make = lambda *last, dtype=torch.bfloat16: torch.randn(
-                Bz, H, T, *last, device="cuda", dtype=dtype
-            ).requires_grad_()
-            q, k, v, i, f = (
-                make(DQ), make(DQ), make(DV), make(dtype=torch.float32), make(dtype=torch.float32)
-            )  # fmt: skip
-            go = torch.randn_like(v)
-            run = lambda: op(q=q, k=k, v=v, i=i, f=f, return_last_states=False, chunk_size=chunk)
-            row[f"{kind}_f"] = _gpu_ms(run, 5)
-            row[f"{kind}_fb"] = _gpu_ms(lambda: torch.autograd.grad(run(), [q, k, v, i, f], go), 5)
-        except Exception as error:
-            row[kind] = f"{type(error).__name__}: {str(error)[-200:]}"
-    return row
-
-
-def _llama(layers=16):
-    """Llama 3.2 1B, random bf16 weights."""
+def _llama(layers):
+    """Llama 3.2 1B, or fewer of its 16 layers, random bf16 weights."""
     import torch
     import transformers
 
@@ -242,13 +257,13 @@ def _llama(layers=16):
         return transformers.LlamaForCausalLM(config).bfloat16().train()
 
 
-def case_llama(how):
+def case_llama(how, layers="4"):
     """Steps of AdamW: how = eager, compile, patch, patch_compile; losses, ms a step, memory."""
     import torch
 
     import pallas_kernels.torch as pk
 
-    model = _llama()
+    model = _llama(int(layers))
     if "patch" in how:
         pk.patch(model)
     run = torch.compile(model) if "compile" in how else model
@@ -262,62 +277,166 @@ def case_llama(how):
         loss.backward()
         adam.step()
         adam.zero_grad()
-        losses.append(round(loss.item(), 4))
+        losses.append(round(loss.item(), 5))
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     ms = sorted(times[4:])[len(times[4:]) // 2] * 1e3
     return {
-        "device": torch.cuda.get_device_name(), "ms": round(ms, 2), "losses": losses[::7],
+        "device": torch.cuda.get_device_name(), "ms": round(ms, 2), "losses": losses,
         "tokens_s": round(4 * 2048 / ms * 1e3),
         "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_s": round(times[0], 1),
     }  # fmt: skip
 
 
-def case_jax_times():
-    """The same calls in JAX, by the profiler that DESIGN's figures use."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+def case_gpu_times(how, names):
+    """Milliseconds of the GPU's kernels, by CUPTI, in JAX or PyTorch: forward; with backward."""
+    of = _jax_times if how == "jax" else _torch_times
+    found = {}
+    for name in names.split(","):
+        try:
+            found[name] = of(*TIMES[name])
+        except Exception as error:
+            found[name] = {"FAILED": f"{type(error).__name__}: {str(error)[:150]}"}
+        print("RESULT", json.dumps({"times": found}), flush=True)
+    return {"times": found}
+
+
+def _jax_times(op, args, named, options):
     import jax
     import jax.numpy as jnp
     from jax.experimental.mosaic.gpu import profiler
 
     import pallas_kernels as pk
 
-    found = {"device": str(jax.devices()[0])}
+    def make(spec):
+        shape, dtype, *rest = spec
+        if dtype == "int4":
+            return pk.quantize(0.02 * jax.random.normal(jax.random.key(0), shape), bits=4)
+        if dtype == I:
+            return jax.random.randint(jax.random.key(0), shape, 0, rest[0], jnp.int32)
+        scale, offset = rest or (1.0, 0.0)
+        return (jax.random.normal(jax.random.key(0), shape) * scale + offset).astype(dtype)
 
-    def both(op):
-        def f(go, *a):
-            out, vjp = jax.vjp(op, *a)
-            return out, vjp(go)
+    arrays = [make(x) for x in (*args, *named.values())]
+    wrt = [i for i, x in enumerate(arrays) if isinstance(x, jax.Array) and x.dtype != jnp.int32]
 
-        return jax.jit(f)
+    def call(*arrays):
+        keywords = dict(zip(named, arrays[len(args) :], strict=True)) | options
+        return getattr(pk, op)(*arrays[: len(args)], **keywords, implementation="mosaic")
 
-    def measure(f, *a):
-        _, ms = profiler.measure(f, iterations=20)(*a)
-        ms = ms if isinstance(ms, list) else [ms]
-        return round(float(np.median(ms)), 4)
+    def both(given, *arrays):
+        def part(*chosen):
+            full = dict(enumerate(arrays)) | dict(zip(wrt, chosen, strict=True))
+            return call(*full.values())
 
-    key = jax.random.key(0)
-    for D in (64, 128):
-        q = jax.random.normal(key, (4, 4096, 16, D), jnp.bfloat16)
-        op = lambda q, k, v: pk.attention(q, k, v, implementation="mosaic")
-        found[f"attention D{D}"] = {
-            "f": measure(jax.jit(op), q, q, q),
-            "fb": measure(both(op), q, q, q, q),
-        }
-    for name, (Bz, T, H, DQ, DV) in VLSTMS.items():
-        try:
-            q = jax.random.normal(key, (Bz, T, H, DQ), jnp.bfloat16)
-            v = jax.random.normal(key, (Bz, T, H, DV), jnp.bfloat16)
-            i = jax.random.normal(key, (Bz, T, H), jnp.float32)
-            op = lambda *a: pk.vlstm(*a, implementation="mosaic")
-            found[f"vlstm {name}"] = {
-                "f": measure(jax.jit(op), q, q, v, i, i + 3),
-                "fb": measure(both(op), v, q, q, v, i, i + 3),
-            }  # fmt: skip
-        except Exception as error:
-            found[f"vlstm {name}"] = f"{type(error).__name__}: {str(error)[-300:]}"
-    return found
+        out, vjp = jax.vjp(part, *(arrays[i] for i in wrt))
+        return out, vjp(given)
+
+    def measure(f, *given):
+        return round(float(np.median(profiler.measure(jax.jit(f), iterations=10)(*given)[1])), 4)
+
+    given = jax.tree.map(jnp.ones_like, jax.eval_shape(call, *arrays))
+    return {"f": measure(call, *arrays), "fb": measure(both, given, *arrays)}
+
+
+def _torch_times(op, args, named, options):
+    import torch
+
+    import pallas_kernels.torch as pk
+
+    def make(spec):
+        shape, dtype, *rest = spec
+        if dtype == "int4":
+            return pk.quantize(0.02 * torch.randn(shape, device="cuda"), bits=4)
+        if dtype == I:
+            return torch.randint(0, rest[0], shape, dtype=torch.int32, device="cuda")
+        scale, offset = rest or (1.0, 0.0)
+        x = torch.randn(shape, device="cuda") * scale + offset
+        return x.to(getattr(torch, dtype)).requires_grad_()
+
+    arrays = [make(x) for x in args]
+    keywords = {k: make(x) for k, x in named.items()} | options
+    wrt = [x for x in (*arrays, *keywords.values()) if isinstance(x, torch.Tensor)]
+    wrt = [x for x in wrt if x.requires_grad]
+    call = lambda: getattr(pk, op)(*arrays, **keywords)
+    outs = lambda: [y] if isinstance(y := call(), torch.Tensor) else list(y)
+    given = [torch.ones_like(y) for y in outs()]
+
+    def forward():
+        with torch.no_grad():
+            call()
+
+    return {
+        "f": _kernels_ms(forward),
+        "fb": _kernels_ms(lambda: torch.autograd.grad(outs(), wrt, given)),
+    }
+
+
+def _kernels_ms(f, n=10):
+    """What the GPU's kernels of f take, the median of n calls' time in three runs."""
+    import torch
+
+    found = []
+    for _ in range(3):
+        f()
+        torch.cuda.synchronize()
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+            for _ in range(n):
+                f()
+            torch.cuda.synchronize()
+        found.append(sum(x.self_device_time_total for x in profile.key_averages()) / n / 1e3)
+    return round(sorted(found)[1], 4)
+
+
+def _ops_table(results):
+    """PyTorch's GPU time relative to JAX's; the goal is at most 1.03."""
+    by = {"torch": {}, "jax": {}}
+    for spec, found in results.items():
+        if spec.startswith("gpu_times:"):
+            by[spec.split(":")[1]] |= found.get("times", {})
+    heads = [f"{f'torch {k}':>9} {f'jax {k}':>9} {'ratio':>6}" for k in ("f", "fb")]
+    yield f"{'ms of the GPU':22} {' '.join(heads)}"
+    for name in TIMES:
+        t, j = (by[how].get(name, {"FAILED": "no result"}) for how in ("torch", "jax"))
+        if "FAILED" in t | j:
+            yield f"{name:22} torch {t}, jax {j}"
+            continue
+        cells = [f"{t[k]:9.4f} {j[k]:9.4f} {t[k] / j[k]:6.3f}" for k in ("f", "fb")]
+        yield f"{name:22} {' '.join(cells)}"
+
+
+def _llama_table(results):
+    """Losses side by side, and the largest difference from eager mode's."""
+    runs = {k.split(":")[1]: v for k, v in results.items() if k.startswith("llama:") and "ms" in v}
+    yield f"{'loss at step':14}" + "".join(f"{how:>10}" for how in runs)
+    for step in (0, 1, 2, 5, 10, 20, 30, 40, 49):
+        yield f"{step:14}" + "".join(f"{run['losses'][step]:10.5f}" for run in runs.values())
+    for how, run in runs.items():
+        eager = runs.get("eager", run)["losses"]
+        apart = [abs(a - b) for a, b in zip(run["losses"], eager, strict=True)]
+        yield (
+            f"{how}: {run['ms']} ms a step, {run['GiB']} GiB, first step {run['first_s']} s,"
+            f" largest difference from eager {max(apart):.5f} at step {apart.index(max(apart))}"
+        )
+
+
+def _vlstm_table(results):
+    """Milliseconds, and how many times as fast ours is."""
+    for spec, found in results.items():
+        if not spec.startswith("vlstm:") or "fb" not in found:
+            continue
+        ours = {k: found[k] for k in ("f", "fb", "fb_graph")}
+        yield f"{spec} {VLSTMS[spec[6:]]}: {ours}"
+        for chunk in (128, 256):
+            own = {k[len(f"xl{chunk}_") :]: v for k, v in found.items() if f"xl{chunk}" in k}
+            if "fb" in own:
+                ratios = [round(own[k] / found[k], 2) for k in ("f", "fb")]
+                yield f"    mlstm_kernels xl, chunk {chunk}: {own}; ours is {ratios} times as fast"
+        yield from (
+            f"    {k}: {found[k]}" for k in ("mlstm_kernels", "xl128", "xl256") if k in found
+        )
 
 
 def case_probe():
@@ -367,3 +486,6 @@ def case_probe():
         k: v for k, v in os.environ.items() if "MOSAIC" in k or "XLA" in k or "JAX" in k
     }
     return found
+
+
+TABLES = {"ops": _ops_table, "llama": _llama_table, "vlstm": _vlstm_table}

@@ -7,7 +7,7 @@ theirs.  Values of 16 bits are float, rounded after each step.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,8 @@ template <class T> HERE T load(const T* x, Index i, Index n) {
   return i >= 0 && i < n ? x[i] : T();
 }
 """
-_CUDA = """\
+# How memory is reached and who computes what; what follows is the same for another target.
+CUDA = """\
 #define HERE __device__ __forceinline__
 template <class T, class S> HERE T as(S x) {
   T y; static_assert(sizeof x == sizeof y, ""); memcpy(&y, &x, sizeof y); return y;
@@ -47,8 +48,8 @@ struct f16 {
   HERE f16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
   HERE operator float() const { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits)); return y; }
 };
-struct Arrays { void* at[COUNT]; };
-#define FUNCTION extern "C" __global__ void glue(const Arrays arrays)
+template <int count> struct Arrays { void* at[count]; };
+#define FUNCTION extern "C" __global__ void glue(const Arrays<COUNT> arrays)
 #define AT(type, n) ((type*)arrays.at[n])
 #define EACH(first, blocks, count) \\
   if (int b = int(blockIdx.x) - (first); b >= 0 && b < blocks) \\
@@ -57,33 +58,16 @@ struct Arrays { void* at[COUNT]; };
 _FORMULAS = {
     "neg": "-{0}", "max": "({0} > {1} || {0} != {0} ? {0} : {1})", "square": "{0} * {0}",
     "min": "({0} < {1} || {0} != {0} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
-    "logistic": "1 / (1 + exp(-{0}))", "copy": "{0}", "rsqrt": "1 / sqrt({0})",
-    "clamp": "({1} < {0} ? {0} : {1} > {2} ? {2} : {1})", "select_n": "{0} ? {2} : {1}",
-    "pow": "pow({0}, {1})", "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}",
-    "mul": "{0} * {1}", "div": "{0} / {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
-    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "shift_left": "{0} << {1}",
-    "shift_right_arithmetic": "{0} >> {1}", "reduce_precision": "float({rounded}({0}))",
-    "shift_right_logical": "(unsigned {plain})({0}) >> {1}", "not": "({type})({0} ^ ({type})-1)",
+    "copy": "{0}", "select_n": "{0} ? {2} : {1}", "add": "{0} + {1}", "add_any": "{0} + {1}",
+    "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "({type})({0} ^ ({type})-1)",
     "convert_element_type": "({type})({0})", "bitcast_convert_type": "as<{memory}>(({bits})({0}))",
+    "shift_right_logical": "(unsigned {plain})({0}) >> {1}", "logistic": "1 / (1 + exp(-{0}))",
+    "reduce_precision": "float({rounded}({0}))",
 }  # fmt: skip
-_FUNCTIONS = "exp exp2 log log1p log2 expm1 tanh sqrt sin cos erf floor ceil".split()
-_FORMULAS |= {name: name + "({0})" for name in _FUNCTIONS}
+_FORMULAS |= {name: name + "({0})" for name in "exp exp2 log log1p log2 tanh sqrt".split()}
 _MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unstack iota".split())
-
-
-class Glue(NamedTuple):
-    """A function of `arrays`, numbers of a program's arrays, some of which it writes."""
-
-    head: str
-    body: str
-    arrays: tuple[int, ...]
-    blocks: int
-    binary: bytes = b""
-
-    def source(self, target: str = _CUDA) -> str:
-        """The text for a target, which defines how memory is reached and who computes what."""
-        return self.head + target + _PRELUDE + self.body
 
 
 def fits(step: Step, arrays: Sequence[Array]) -> bool:
@@ -95,8 +79,8 @@ def fits(step: Step, arrays: Sequence[Array]) -> bool:
 class _Group:
     """The lines that compute, in one thread, an element of each of some arrays of one shape."""
 
-    def __init__(self, program: Program, steps: dict[int, Step], stored, parameter: Callable):
-        self.program, self.steps, self.stored, self.parameter = program, steps, stored, parameter
+    def __init__(self, program: Program, stored, parameter: Callable):
+        self.program, self.stored, self.parameter = program, stored, parameter
         self.lines: list[str] = []
         self.known: dict[Any, str] = {}
 
@@ -149,7 +133,7 @@ class _Group:
             return self.let(kind, f"load({where}, {math.prod(shape)})")
         if root != number:
             return self.value(root, self.places(self.flat(at, shape), arrays[root].shape))
-        text = self.computed(self.steps[root], root, at)
+        text = self.computed(self.program.made[root], root, at)
         return self.let(kind, f"float({memory}({text}))" if memory in ("f16", "bf16") else text)
 
     def computed(self, step: Step, number: int, at: tuple[str, ...]) -> str:
@@ -197,13 +181,13 @@ class _Group:
         )  # fmt: skip
 
 
-def write(program: Program, steps: dict[int, Step], stored, roots: Sequence[int]) -> Glue:
-    """The function that computes `roots`; `stored` are in memory, `steps` make the others."""
+def write(program: Program, stored, roots: Sequence[int]):
+    """The text of a function that computes `roots` from the `stored`, its arguments, its blocks."""
     slots: dict[int, int] = {}
     parameter = lambda root: slots.setdefault(root, len(slots))
     body, blocks = [], 0
     for shape in dict.fromkeys(program.arrays[root].shape for root in roots):
-        group = _Group(program, steps, stored, parameter)
+        group = _Group(program, stored, parameter)
         at, size = group.places("i", shape), math.prod(shape)
         members = [root for root in roots if program.arrays[root].shape == shape]
         values = [group.value(root, at) for root in members]
@@ -215,4 +199,5 @@ def write(program: Program, steps: dict[int, Step], stored, roots: Sequence[int]
         blocks += own
     large = max(math.prod(a.shape) for a in program.arrays) + _THREADS >= 2**31
     head = f"typedef {'long long' if large else 'int'} Index;\n#define COUNT {len(slots)}\n"
-    return Glue(head, "\n".join(("FUNCTION {", *body, "}\n")), tuple(slots), blocks)
+    text = "\n".join((head, _PRELUDE, "FUNCTION {", *body, "}\n"))
+    return text, tuple(slots), blocks

@@ -1,40 +1,59 @@
 """Compiles and launches kernels: Mosaic's by JAX's CUDA plugin, glue by NVRTC and the driver.
 
 launch(pointers, count, stream) takes the address of the array of all arguments' addresses.
+JAX is not imported: its plugin is a library with a C function.
 """
 
 import ctypes
 import functools
-import importlib
+import importlib.util
+import os
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from pallas_kernels.torch.glue import Glue
-from pallas_kernels.torch.program import Kernel
+from pallas_kernels.torch.glue import CUDA
+from pallas_kernels.torch.program import Glue, Kernel
 
 _P = ctypes.c_void_p
 _lock = threading.Lock()
 
 
+def _folder(package: str) -> Path | None:
+    try:
+        found: Any = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of the package around it
+        return None
+    return Path(next(iter(found.submodule_search_locations))) if found else None
+
+
+@functools.cache
+def _compiler() -> Callable:
+    """MosaicGpuCompile of JAX's plugin, which learns from the environment where its files lie."""
+    plugin, runtime = _folder("jax_plugins.xla_cuda13"), _folder("jax_cuda13_plugin")
+    if plugin is None or runtime is None:
+        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'")
+    cuda = os.environ.get("CUDA_ROOT") or _folder("nvidia.cu13") or "/usr/local/cuda"
+    os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime / "libmosaic_gpu_runtime.so")
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(cuda)
+    compile_ = ctypes.CDLL(str(plugin / "xla_cuda_plugin.so")).MosaicGpuCompile
+    compile_.argtypes, compile_.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.POINTER(_P)
+    return compile_
+
+
 @functools.cache
 def launcher(kernel: Kernel, device: int) -> Callable:
     """The launch of a kernel compiled for this device; compiles it once a process."""
-    import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
-    from jax._src.lib import version
-
-    try:
-        plugin = importlib.import_module("jax_plugins.xla_cuda13")
-    except ImportError:
-        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'") from None
-    compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
-    compile_.argtypes, compile_.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.POINTER(_P)
+    compile_ = _compiler()
     with _lock:
         made = compile_(kernel.module, len(kernel.module))
     if not made:
         why = "is ptxas on PATH?  TF_CPP_MIN_LOG_LEVEL=0 in the environment shows Mosaic's reason"
         raise RuntimeError(f"{kernel.name} does not compile for cuda:{device}: {why}")
     function = made[0]
-    if version < (0, 12, 0):
+    if version("jaxlib").startswith("0.11."):
         call = ctypes.CFUNCTYPE(None, _P, _P, _P)(made[1])
         return lambda pointers, count, stream: call(function, stream, pointers)
     whole = made[2]  # since jaxlib 0.12 a launch takes also the kernel and the device
@@ -42,12 +61,12 @@ def launcher(kernel: Kernel, device: int) -> Callable:
     return lambda pointers, count, stream: call(whole, function, stream, pointers, device)
 
 
-def binary(glue: Glue) -> bytes:
+def binary(text: str) -> bytes:
     """The function compiled for an H100 (sm_90) by PyTorch's NVRTC; needs no GPU."""
     nvrtc, made, size = ctypes.CDLL("libnvrtc.so.13"), _P(), ctypes.c_size_t()
-    text, options = glue.source().encode(), (b"--gpu-architecture=sm_90", b"--fmad=false")
-    nvrtc.nvrtcCreateProgram(ctypes.byref(made), text, b"glue.cu", 0, None, None)
-    failed = nvrtc.nvrtcCompileProgram(made, 2, (ctypes.c_char_p * 2)(*options))
+    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--fmad=false")
+    nvrtc.nvrtcCreateProgram(ctypes.byref(made), (CUDA + text).encode(), b"glue.cu", 0, None, None)
+    failed = nvrtc.nvrtcCompileProgram(made, 2, options)
     kind = "ProgramLog" if failed else "CUBIN"
     getattr(nvrtc, f"nvrtcGet{kind}Size")(made, ctypes.byref(size))
     out = ctypes.create_string_buffer(size.value)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import pallas_kernels.torch as pk
-from pallas_kernels import RopeScaling
 
 
 def patch(model):
@@ -52,7 +51,7 @@ def _rope(config) -> dict[str, Any]:
         return {"theta": float(theta)}
     if kind != "llama3":
         raise ValueError(f"rope of type {kind!r}: our kernel has 'default' and 'llama3'")
-    scaling = RopeScaling(**{name: given[name] for name in RopeScaling._fields})
+    scaling = pk.RopeScaling(**{name: given[name] for name in pk.RopeScaling._fields})
     return {"theta": float(theta), "scaling": scaling}
 
 

@@ -1,107 +1,146 @@
 """Makes an op of ours callable with tensors: one layer for all of them.
 
-An op for certain shapes and options is a `Call`.  It has programs (program.py) of the op alone, or
-of the op with what its backward pass needs, and of that pass; the first call makes plans of them
-(plan.py), which a runner runs (run.py).  torch.compile and other tracers see these two passes as
-the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
+An op for certain shapes and options is a `Call`.  It has plans (plan.py) of the op alone, or of the
+op with what its backward pass needs, and of that pass; a runner runs them (run.py).  Plans are kept
+on disk: JAX is imported only where one is new.  torch.compile and other tracers see the two passes
+as the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
 """
 
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-import jax
 import torch
-from jax._src import xla_bridge
 from torch.autograd.function import once_differentiable
 
-from pallas_kernels import QuantizedWeight
-from pallas_kernels import quantize as jax_quantize
+import pallas_kernels
 from pallas_kernels.torch import run
-from pallas_kernels.torch.plan import Plan, plan
-from pallas_kernels.torch.program import Entry, source_hash, trace
+from pallas_kernels.torch.program import Entry
 
 log = logging.getLogger("pallas_kernels")
-
-# Tracing needs no device.  Left alone, JAX would start on the GPU and take most of its memory.
-if not xla_bridge.backends_are_initialized():
-    jax.config.update("jax_platforms", "cpu")
-
-_TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
 _calls: dict[str, "Call"] = {}  # by key
 _known: dict[tuple, "Call"] = {}  # by arguments
 _WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
+def _each(f: Callable, x) -> Any:
+    """x with f of all that lies in it, in tuples and in Packed and QuantizedWeight."""
+    if isinstance(x, tuple):
+        made = [_each(f, y) for y in x]
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    if hasattr(x, "__dataclass_fields__"):
+        return type(x)(*[_each(f, getattr(x, name)) for name in x.__dataclass_fields__])
+    return f(x)
+
+
+def _filled(template, arrays):
+    """The template with arrays in place of `...`, in order."""
+    left = iter(arrays)
+    return _each(lambda x: next(left) if x is ... else x, template)
+
+
+@functools.cache
+def _versions() -> tuple:
+    """What a plan depends on besides its call: versions, the kind of GPU, our source."""
+    found: list[Any] = [torch.__version__, torch.version.cuda]
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        try:
+            found.append(version(name))
+        except PackageNotFoundError:
+            found.append(None)
+    if torch.cuda.is_available():
+        found += [torch.cuda.get_device_capability(), torch._C._cuda_getDriverVersion()]
+    total = hashlib.sha256()
+    for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
+        total.update(path.read_bytes())
+    return (*found, total.hexdigest())
+
+
 class Call:
     """An op for arrays of certain shapes and dtypes, with certain options.
 
-    leaves, structure: of its arguments, without the tensors.
+    template: its arguments and keywords, with `...` for each tensor.
     wrt: the arrays with gradients; none of them for the op alone.
     """
 
-    def __init__(self, name: str, op: Callable, leaves, structure, wrt, arrays):
-        def of(*arrays):
-            left = iter(arrays)
-            args, kwargs = structure.unflatten(next(left) if x is _TENSOR else x for x in leaves)
-            return op(*args, **kwargs, implementation="mosaic")
-
+    def __init__(self, name: str, template, wrt: tuple[int, ...], arrays):
         self.name, self.wrt = name, wrt
         kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
         if wide := {"int64", "uint64", "float64"}.intersection(kinds):
             raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
+        plain = lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
+        template = _each(plain, template)
         shapes = [tuple(map(int, x.shape)) for x in arrays]
-        structs = list(map(jax.ShapeDtypeStruct, shapes, kinds))
-        what = leaves, structure, wrt, structs, os.environ.get("JAXLLM_KERNELS"), source_hash()
+        self.kinds = list(zip(shapes, kinds, strict=True))
+        what = template, wrt, self.kinds, os.environ.get("JAXLLM_KERNELS"), _versions()
         self.key = f"{name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
-        _calls[self.key] = self
-        self.entry = self._load() or trace(of, structs, wrt)
-        self.leaf = self.entry.tree == jax.tree.structure(0)
-        self.runners: dict[tuple, run.Runner] = {}
-
-    @property
-    def _path(self) -> Path:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = os.environ.get("PALLAS_KERNELS_CACHE") or os.path.join(cache, "pallas_kernels")
-        return Path(folder) / f"{self.key}.pickle"
+        self.path = Path(folder, f"{self.key}.pickle")
+        self.entry: Entry = self._load() or self._made(template, arrays)
+        self.runners: dict[tuple, run.Runner] = {}
+        _calls[self.key] = self
 
     def _load(self) -> Entry | None:
+        """What is on disk, behind its hash."""
         try:
-            return pickle.loads(self._path.read_bytes())
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
+            kept = self.path.read_bytes()
+        except OSError:
             return None
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+            return pickle.loads(kept[32:])
+        log.warning("%s is damaged: %s is traced again", self.path, self.name)
+        return None
 
-    def _plan(self) -> None:
-        """Makes plans of the programs, unless it is done, and keeps them on disk."""
-        if isinstance(self.entry.passes[0], Plan):
-            return
-        self.entry = self.entry._replace(passes=tuple(map(plan, self.entry.passes)))
+    def _made(self, template, arrays) -> Entry:
+        """Traces the op, makes plans, and keeps them on disk."""
+        import jax
+
+        from pallas_kernels.torch.plan import plan
+        from pallas_kernels.torch.trace import trace
+
+        def op(*given):
+            args, named = _filled(template, given)
+            of = getattr(pallas_kernels, self.name)
+            return of(*args, **dict(named), implementation="mosaic")
+
+        structs = [jax.ShapeDtypeStruct(*kind) for kind in self.kinds]
+        entry = trace(op, structs, self.wrt)
+        if not _traced(arrays):
+            _check(self.name, arrays)
+        entry = entry._replace(passes=tuple(map(plan, entry.passes)))
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own = self._path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(self.entry))
-            own.replace(self._path)
-        except (OSError, pickle.PicklingError, TypeError) as error:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own, kept = self.path.with_suffix(f".{os.getpid()}"), pickle.dumps(entry)
+            own.write_bytes(hashlib.sha256(kept).digest() + kept)
+            own.replace(self.path)
+        except OSError as error:
             log.warning("%s is not cached on disk: %s", self.name, error)
+        return entry
 
     def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
         """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
         what = backward, traced, arrays[0].device
         found = self.runners.get(what)
         if found is None:
-            _check(self.name, {x.device for x in arrays})
-            self._plan()
-            own = self.entry.tree.num_leaves if traced and not backward else None
-            found = self.runners[what] = run.Runner(self.name, self.entry.passes[backward], own)
+            _check(self.name, arrays)
+            own = self.entry.count if traced and not backward else None
+            made = run.Runner(self.name, self.entry.passes[backward], arrays[0].device, own)
+            found = self.runners[what] = made
         return found
 
 
-def _check(name: str, devices: set[torch.device]) -> None:
+def _check(name: str, arrays) -> None:
+    devices = {x.device for x in arrays}
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors on one device, not {sorted(map(str, devices))}")
     (device,) = devices
@@ -121,13 +160,16 @@ def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
     return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in results]
 
 
+def _traced(arrays) -> bool:
+    """Whether someone traces: modes, functorch, or tensors without data."""
+    modes, functorch = torch._C._len_torch_dispatch_stack(), torch._C._functorch
+    other = not _WITH_DATA.issuperset(map(type, arrays))
+    return other or modes > 0 or functorch.peek_interpreter_stack() is not None
+
+
 def _run(call: Call, arrays, backward: bool = False):
     """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or not _WITH_DATA.issuperset(map(type, arrays))
-    ):
+    if _traced(arrays):
         operator = getattr(torch.ops.pallas_kernels, call.name).default
         return operator(list(arrays), call.key, backward)
     return call.runner(arrays, backward, False)(arrays)
@@ -139,7 +181,7 @@ class _Function(torch.autograd.Function):
         out, entry = _run(call, arrays), call.entry
         ctx.call = call
         ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
-        return tuple(out[: entry.tree.num_leaves])
+        return tuple(out[: entry.count])
 
     @staticmethod
     @once_differentiable
@@ -150,46 +192,77 @@ class _Function(torch.autograd.Function):
         return tuple(map(out.get, range(len(ctx.needs_input_grad))))
 
 
-def register(name: str, op: Callable, autocast: bool = False) -> Callable:
-    """The function that calls `op` with tensors.
+class Op:
+    """One of our ops for tensors."""
 
-    autocast: whether floating point tensors take autocast's dtype.
-    """
-    _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
-    execute = lambda arrays, key, backward: _calls[key].runner(arrays, backward, True)(arrays)
-    _library.impl(name, execute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
+    def __init__(self, name: str, autocast: bool = False):
+        """autocast: whether floating point tensors take autocast's dtype."""
+        self.__name__ = self.__qualname__ = name
+        self.autocast = autocast
+        _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
+        execute = lambda arrays, key, backward: _calls[key].runner(arrays, backward, True)(arrays)
+        _library.impl(name, execute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
+        _Dynamo.ops.append(self)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.allow_in_graph(self)
 
-    @functools.wraps(op)
-    def call(*args, **kwargs):
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = [x for x in leaves if isinstance(x, torch.Tensor)]
+    @property
+    def __wrapped__(self) -> Callable:
+        """The op for JAX's arrays, which has the signature."""
+        return getattr(pallas_kernels, self.__name__)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        name, arrays = self.__name__, []
+        keep = lambda x: arrays.append(x) or ... if isinstance(x, torch.Tensor) else x
+        template = _each(keep, (args, tuple(kwargs.items())))
         if not arrays:
             raise TypeError(f"{name}: no tensor among its arguments")
-        rest = tuple([_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves])
-        if autocast and torch.is_autocast_enabled(arrays[0].device.type):
+        if self.autocast and torch.is_autocast_enabled(arrays[0].device.type):
             kind = torch.get_autocast_dtype(arrays[0].device.type)
             arrays = [x.to(kind) if x.is_floating_point() else x for x in arrays]
-        wrt: tuple[int, ...] = ()
-        if torch.is_grad_enabled():
-            wrt = tuple([i for i, x in enumerate(arrays) if x.requires_grad])
-        what = (name, rest, structure, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
+        grad = torch.is_grad_enabled()
+        wrt = tuple([i for i, x in enumerate(arrays) if grad and x.requires_grad])
+        what = (name, template, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
         found = _known.get(what)
         if found is None:
-            named = torch.dtype, str
-            plain = [str(x).removeprefix("torch.") if isinstance(x, named) else x for x in rest]
-            found = _known[what] = Call(name, op, plain, structure, wrt, arrays)
-        out = _Function.apply(found, *arrays) if wrt else _run(found, arrays)
-        tree = found.entry.tree
-        return out[0] if found.leaf else tree.unflatten(out[: tree.num_leaves])
-
-    return torch.compiler.allow_in_graph(call)
+            found = _known[what] = Call(name, template, wrt, arrays)
+        out, entry = _Function.apply(found, *arrays) if wrt else _run(found, arrays), found.entry
+        return out[0] if entry.out is ... else _filled(entry.out, out)
 
 
-def quantize(weight: torch.Tensor, **options) -> QuantizedWeight:
+class _Dynamo:
+    """Tells torch._dynamo that its graphs may call our ops, once someone imports it.
+
+    To import it ourselves would take a second, which only torch.compile needs.
+    """
+
+    ops: list[Op] = []
+
+    def find_spec(self, name, *_):
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            torch.compiler.allow_in_graph(self.ops)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Dynamo())
+
+
+def quantize(weight: torch.Tensor, **options) -> "pallas_kernels.QuantizedWeight":
     """`pallas_kernels.quantize` of a matrix (K, N), (in, out), as tensors on its device.
 
     A Linear's own weight is (out, in): give its transpose.
     """
-    made = jax_quantize(weight.detach().float().cpu().numpy(), **options)
-    return jax.tree.map(lambda x: run.tensor(x, weight.device), made)
+    import pallas_kernels.torch.trace  # it keeps JAX off the GPU
+
+    made = pallas_kernels.quantize(weight.detach().float().cpu().numpy(), **options)
+    return _each(lambda x: run.tensor(x, weight.device) if hasattr(x, "dtype") else x, made)

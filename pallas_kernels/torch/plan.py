@@ -3,53 +3,59 @@
 import itertools
 import math
 from collections import Counter
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.torch import glue, launch
-from pallas_kernels.torch import program as programs
-from pallas_kernels.torch.program import Array, Kernel, Program, Step
+from pallas_kernels.torch import glue, launch, trace
+from pallas_kernels.torch.program import Glue, Plan, Program, Step, Unit
 
 
-class Unit(NamedTuple):
-    """One launch with the slots of its arguments, or an operator of PyTorch."""
+def _lower(program: Program) -> dict[int, int]:
+    """Lowers the kernels, and says which arrays they write into another's memory.
 
-    what: Kernel | glue.Glue | Step
-    slots: tuple[int, ...]  # of an operator: its results
-    reads: tuple[tuple[int, tuple[int, ...]], ...]  # of an operator: slots with shapes
-    made: tuple[int, ...]  # slots to allocate before
-    dead: tuple[int, ...]  # slots whose memory is free after
+    What others read is copied before; so are outputs that are inputs, constants, or each other.
+    """
+    roots, steps, outputs = program.roots, program.steps, program.outputs
+    every = (step.ins for step in steps if step.outs)  # all but barriers
+    reads = Counter(roots[i] for each in (*every, outputs) for i in each)
+    program.steps, program.outputs, program.made, same = [], [], {}, {}
+
+    def copy(number: int) -> int:
+        out = program.new(program.arrays[number])
+        program.step(Step("copy", {}, (number,), (out,)))
+        return out
+
+    for step in steps:
+        if step.primitive == "kernel":
+            aliases = step.params["of"].params["input_output_aliases"]
+            old = [roots[n] for n in step.ins]
+            shared = [i for i in aliases if reads[old[i]] > 1 or old[i] not in program.made]
+            ins = tuple(copy(n) if i in shared else n for i, n in enumerate(step.ins))
+            same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
+            step = Step("kernel", trace.kernel(step.params["of"]), ins, step.outs)
+        program.step(step)
+    for number in outputs:
+        fresh = roots[number] in program.made and roots[number] not in program.outputs
+        program.outputs.append(roots[number] if fresh else copy(number))
+    return same
 
 
-class Plan(NamedTuple):
-    """A program's launches.  Slots are arrays in memory: inputs, constants, the others."""
-
-    constants: tuple[np.ndarray, ...]
-    units: tuple[Unit, ...]
-    arrays: tuple[Array, ...]  # of the slots
-    shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
-    size: int  # of it, in bytes
-    outputs: list[int]
-
-
-def _launches(program: Program, native: bool) -> list[Any]:
+def _launches(program: Program) -> list[Step]:
     """Steps in order, and before each the glue that it waits for, as much at once as can be.
 
     XLA's barriers say which arrays lie in memory, too.
     """
     steps, arrays, roots = program.steps, program.arrays, program.roots
-    made = {i: step for step in steps for i in step.outs}
-    stored = {*range(program.inputs), *program.constants}
+    stored = {*program.inputs, *program.constants}
     reads = [None if glue.fits(s, arrays) else {roots[i] for i in s.ins} for s in steps]
-    wanted = {roots[i] for i in program.outputs}.union(*filter(None, reads))
-    done: list[Any] = []  # steps and glue
+    wanted = {*program.outputs}.union(*filter(None, reads))
+    done: list[Step] = []
     waiting: list[int] = []
 
     def flush(now: list[int]) -> None:
         if now:
-            written = glue.write(program, made, stored, now)
-            done.append(written._replace(binary=launch.binary(written)) if native else written)
+            text, arguments, blocks = glue.write(program, stored, now)
+            done.append(Step("glue", Glue(blocks, launch.binary(text)), arguments, ()))
             stored.update(now)
             waiting[:] = [root for root in waiting if root not in stored]
 
@@ -66,80 +72,45 @@ def _launches(program: Program, native: bool) -> list[Any]:
     return done
 
 
-def _lowered(program: Program, native: bool) -> tuple[Program, dict[int, int]]:
-    """The program with lowered kernels, and the arrays that they write into another's memory.
-
-    What others read is copied before.
-    """
-    steps, arrays, roots = [], list(program.arrays), list(program.roots)
-    every = (step.ins for step in program.steps if step.outs)  # all but barriers
-    reads = Counter(roots[i] for each in (*every, program.outputs) for i in each)
-    outputs, made, same = [], set(), {}
-
-    def copy(number: int) -> int:
-        arrays.append(arrays[number])
-        roots.append(len(roots))
-        steps.append(Step("copy", {}, (number,), (roots[-1],)))
-        return roots[-1]
-
-    for step in program.steps:
-        if step.primitive == "kernel" and native:
-            aliases = step.params.params["input_output_aliases"]
-            roots_of = [roots[n] for n in step.ins]
-            shared = [i for i in aliases if reads[roots_of[i]] > 1 or roots_of[i] not in made]
-            ins = tuple(copy(n) if i in shared else n for i, n in enumerate(step.ins))
-            same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
-            step = Step("kernel", programs.kernel(step.params), ins, step.outs)
-        steps.append(step)
-        made.update(step.outs)
-    for number in program.outputs:  # neither inputs, nor constants, nor each other
-        fresh = roots[number] in made and roots[number] not in outputs
-        outputs.append(roots[number] if fresh else copy(number))
-    return Program(program.inputs, program.constants, steps, outputs, arrays, roots), same
-
-
-def plan(program: Program, native: bool = True) -> Plan:
-    """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
-    shapes = [program.arrays[i] for i in program.outputs]
-    program, same = _lowered(program, native)
-    arrays, roots, outputs = program.arrays, program.roots, program.outputs
+def plan(program: Program) -> Plan:
+    """The launches of a program, in order, and where in memory their arrays are."""
+    arrays, roots = program.arrays, program.roots
+    shapes = [arrays[i] for i in program.outputs]
+    same = _lower(program)
 
     def owner(number: int) -> int:
         root = roots[number]
         return owner(same[root]) if root in same else root
 
-    done = _launches(program, native)
-    operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
-    touched = lambda x: x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs)
-    used = [[owner(i) for i in touched(x)] for x in done]  # the arrays in memory of each
-    every = dict.fromkeys((*range(program.inputs), *itertools.chain(*used)))
-    constants = [root for root in every if root in program.constants]
-    given = [*range(program.inputs), *constants]
-    number = {root: n for n, root in enumerate(dict.fromkeys((*given, *every)))}
-    slots = [arrays[root] for root in number]
-    results = [owner(root) for root in outputs]
-    for root, array in zip(results, shapes, strict=True):
-        slots[number[root]] = array
+    done = _launches(program)
+    used = [[owner(i) for i in (*x.ins, *x.outs)] for x in done]  # the arrays in memory of each
+    last = {root: n for n, each in enumerate(used) for root in each}
+    given = [*program.inputs, *(root for root in last if root in program.constants)]
+    number = {root: n for n, root in enumerate(dict.fromkeys((*given, *last)))}
+    results = [owner(root) for root in program.outputs]
     # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
+    operators = [x.primitive not in ("kernel", "glue") for x in done]
     tensors = {*results}.union(*itertools.compress(used, operators)).difference(given)
+    returned = {owner(i) for x in itertools.compress(done, operators) for i in x.outs}
     shared, size = {}, 0
     for root, slot in number.items():
         if root not in tensors and root not in given:
             shared[slot] = size
             space = math.prod(arrays[root].shape) * np.dtype(arrays[root].dtype).itemsize
             size += -(-space // 256) * 256
-    last = {root: n for n, each in enumerate(used) for root in each}
-    units, new = [], set(tensors)
+    units = []
     for n, x in enumerate(done):
-        own = tensors.intersection(used[n])
-        made = tuple(number[root] for root in own & new)
-        dead = tuple(number[root] for root in own.difference(results) if last[root] == n)
-        new -= own
+        dead = [
+            number[i] for i in tensors.difference(results).intersection(used[n]) if last[i] == n
+        ]
+        slots, reads = tuple(number[root] for root in used[n]), ()
         if operators[n]:
+            slots = tuple(number[i] for i in x.outs)
             reads = tuple((number[owner(i)], arrays[i].shape) for i in x.ins)
-            units.append(Unit(x, tuple(number[i] for i in x.outs), reads, (), dead))
-        else:
-            what = x if isinstance(x, glue.Glue) else x.params
-            units.append(Unit(what, tuple(number[root] for root in used[n]), (), made, dead))
-    kept = tuple(program.constants[root] for root in constants)
-    return Plan(kept, tuple(units), tuple(slots), shared, size, [number[r] for r in results])
+        what = x if operators[n] else x.params
+        units.append(Unit(what, slots, reads, tuple(dead)))
+    kinds = {root: arrays[root] for root in number} | dict(zip(results, shapes, strict=True))
+    made = tuple(number[root] for root in tensors - returned)
+    constants = tuple(program.constants[root] for root in given[len(program.inputs) :])
+    outputs = tuple(number[root] for root in results)
+    return Plan(constants, tuple(units), tuple(kinds.values()), made, shared, size, outputs)

@@ -1,28 +1,9 @@
-"""Turns an op of ours into a program that needs no JAX to run: kernels, and what is between them.
+"""What an op is: a program of steps, then a plan of launches, which needs no JAX and is kept."""
 
-A program is a list of steps over numbered arrays.  A step is either a Mosaic kernel, kept as the
-serialized MLIR module that JAX gives to its own custom call, or one primitive of the jaxpr.
-Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers each kernel for CUDA.
-"""
-
-import functools
-import hashlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
-from jax._src.lib.mlir import passmanager
-from jax._src.state.discharge import discharge_state
-from jax.extend import core
-
-# What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
-_CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
-_CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
-_SAME = set("copy copy_p kernel_guard name optimization_barrier stop_gradient".split())
-_VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
 
 
 class Array(NamedTuple):
@@ -42,205 +23,71 @@ class Kernel(NamedTuple):
     module: bytes
 
 
+class Glue(NamedTuple):
+    """A function in CUDA C++, compiled for sm_90, whose argument is a struct of addresses."""
+
+    blocks: int
+    binary: bytes
+
+
 class Step(NamedTuple):
-    """outs = primitive(ins); ins and outs number the program's arrays."""
+    """outs = primitive(ins); ins and outs number a program's arrays."""
 
     primitive: str
-    params: Any  # a dict of plain values; of "kernel" a Kernel
+    params: Any  # plain values by name; of "kernel" JAX's equation, then a Kernel; of "glue" a Glue
     ins: tuple[int, ...]
     outs: tuple[int, ...]
 
 
-class Program(NamedTuple):
-    """`inputs` arrays, constants and the results of the steps have the numbers 0, 1, 2, ..."""
+class Program:
+    """Inputs, constants, the results of steps and views of them have the numbers 0, 1, 2, ..."""
 
-    inputs: int
-    constants: dict[int, np.ndarray]
-    steps: Sequence[Step]
-    outputs: Sequence[int]
-    arrays: Sequence[Array]  # by number
-    roots: Sequence[int]  # by number: the array that a reshaped one is, or the array itself
-
-
-class Entry(NamedTuple):
-    """What is known of an op for certain arguments, and kept on disk with plans for programs."""
-
-    passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass
-    tree: Any  # of the op's outputs
-    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
-    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
-
-
-class _Walk:
-    """Numbers the arrays of a jaxpr, and collects constants and steps."""
-
-    def __init__(self):
-        self.arrays: list[Array] = []
-        self.roots: list[int] = []
+    def __init__(self, inputs: Sequence[Array]):
+        self.arrays: list[Array] = []  # by number
+        self.roots: list[int] = []  # by number: the array that a reshaped one is, or the array
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
-        self.made: dict[int, Step] = {}  # by array
+        self.made: dict[int, Step] = {}  # by number
+        self.inputs = [self.new(x) for x in inputs]
+        self.outputs: list[int] = []
 
-    def new(self, aval, root: int | None = None) -> int:
-        self.arrays.append(_array(aval))
+    def new(self, array: Array, root: int | None = None) -> int:
+        self.arrays.append(array)
         self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
-    def constant(self, x) -> int:
-        self.constants[len(self.arrays)] = np.asarray(x)
-        return self.new(x)
-
-    def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
-        """The numbers of the jaxpr's results, given the numbers of its arguments."""
-        args = (*map(self.constant, getattr(jaxpr, "consts", ())), *args)
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-
-        def number(v) -> int:
-            if isinstance(v, core.Literal):
-                return self.constant(np.asarray(v.val, _array(v.aval).dtype))
-            return numbers[v]
-
-        for eqn in jaxpr.eqns:
-            outs = self.equation(eqn, tuple(map(number, eqn.invars)))
-            numbers.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(number, jaxpr.outvars))
-
-    def equation(self, eqn, ins: tuple[int, ...]) -> Sequence[int]:
-        name = eqn.primitive.name
-        if name in _CALLS:
-            return self.walk(eqn.params[_CALLS[name]], ins)
-        if name == "run_state":
-            return self.walk(discharge_state(core.ClosedJaxpr(eqn.params["jaxpr"], ())), ins)
-        if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
-            if name == "optimization_barrier":
-                self.steps.append(Step(name, {}, ins, ()))
-            return ins
-        wider = name == "broadcast_in_dim" and eqn.invars[0].aval.size < eqn.outvars[0].aval.size
-        if name in _VIEWS and not wider:
-            return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        outs = tuple(self.new(v.aval) for v in eqn.outvars)
-        if name == "mpmd_map":
-            self.steps.append(Step("kernel", eqn, ins, outs))
-        else:
-            self.steps.append(self.turned(Step(name, _plain(eqn), ins, outs)))
-            self.made.update(dict.fromkeys(outs, self.steps[-1]))
-        return outs
-
-    def turned(self, step: Step) -> Step:
-        """Products read transposed operands where they lie, and are transposed by their order."""
-        before = [self.made.get(i, step) for i in step.ins]
-        if any("batch" in x.params for x in (step, *before)):
-            return step
-        if step.primitive == "transpose" and before[0].primitive == "dot_general":
-            (left, right), ins = before[0].params["sums"], before[0].ins
-            free = len(self.arrays[ins[0]].shape) - len(left)  # left axes of the result
-            order = tuple(step.params["permutation"])
-            if order == (*range(free, len(order)), *range(free)):
-                return Step("dot_general", {"sums": (right, left)}, ins[::-1], step.outs)
-        if step.primitive == "dot_general":
-            ins, sums = list(step.ins), list(step.params["sums"])
-            for n, x in enumerate(before):
-                order = x.params.get("permutation", ())
-                free = [axis for i, axis in enumerate(order) if i not in sums[n]]
-                if order and free == sorted(free):
-                    ins[n], sums[n] = x.ins[0], tuple(order[i] for i in sums[n])
-            return Step("dot_general", {"sums": tuple(sums)}, tuple(ins), step.outs)
-        return step
+    def step(self, step: Step) -> Sequence[int]:
+        self.steps.append(step)
+        self.made |= dict.fromkeys(step.outs, step)
+        return step.outs
 
 
-def build(jaxpr) -> Program:
-    """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
-    w = _Walk()
-    inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
-    outputs = w.walk(discharge_state(jaxpr), inputs)  # without references
-    used, steps = {w.roots[i] for i in outputs}, []
-    for step in reversed(w.steps):  # without what nobody reads
-        if step.primitive == "optimization_barrier":
-            steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
-        elif not used.isdisjoint(step.outs):
-            used.update(w.roots[i] for i in step.ins)
-            steps.append(step)
-    constants = {i: x for i, x in w.constants.items() if i in used}
-    return Program(len(inputs), constants, steps[::-1], outputs, w.arrays, w.roots)
+class Unit(NamedTuple):
+    """One launch with the slots of its arguments, or an operator of PyTorch."""
+
+    what: Kernel | Glue | Step
+    slots: tuple[int, ...]  # of an operator: its results
+    reads: tuple[tuple[int, tuple[int, ...]], ...]  # of an operator: slots with shapes
+    dead: tuple[int, ...]  # slots whose tensors are free after
 
 
-def _array(aval) -> Array:
-    return Array(tuple(map(int, aval.shape)), np.dtype(aval.dtype).name)
+class Plan(NamedTuple):
+    """A program's launches.  Slots are arrays in memory: inputs, constants, the others."""
+
+    constants: tuple[np.ndarray, ...]
+    units: tuple[Unit, ...]
+    arrays: tuple[Array, ...]  # of the slots
+    made: tuple[int, ...]  # slots with tensors to allocate first
+    shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
+    size: int  # of it, in bytes
+    outputs: tuple[int, ...]
 
 
-def _plain(eqn) -> dict[str, Any]:
-    """The parameters of an equation that say what it computes, as plain values."""
-    params, numbers = eqn.params, eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "dot_general":
-        sums, batch = (tuple(map(tuple, pair)) for pair in numbers)
-        return {"sums": sums} | ({"batch": batch} if batch[0] else {})
-    if eqn.primitive.name == "scatter":
-        return {k: tuple(getattr(numbers, k)) for k in numbers._fields if "dims" in k}
-    drop = ("sharding", "accuracy", "mode", "out_sharding", "new_dtype", "dtype")
-    return {k: v for k, v in params.items() if k not in drop}
+class Entry(NamedTuple):
+    """What is known of an op for certain arguments."""
 
-
-def call_of(eqn, **override) -> Callable:
-    """The equation of a kernel as a function of arrays."""
-    return lambda *args: eqn.primitive.bind(*args, **eqn.params | override)
-
-
-def kernel(eqn) -> Kernel:
-    """Lowers the equation of one kernel for CUDA, as JAX does for its own custom call."""
-    structs = [jax.ShapeDtypeStruct(*_array(v.aval)) for v in eqn.invars]
-    traced = jax.jit(call_of(eqn), keep_unused=True).trace(*structs)
-    module: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
-    with module.context:
-        mgpu.dialect.register_inliner_extensions(module.context)
-        inline = passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})")
-        inline.run(module.operation)
-        (main,) = (f for f in module.body.operations if f.attributes["sym_name"].value == "main")
-        arguments, (launch, *end) = main.body.blocks[0].arguments, main.body.blocks[0].operations
-        plain = list(launch.operands) == list(arguments) and len(end) == 1
-        if not plain or list(end[0].operands) != list(launch.results):
-            raise NotImplementedError(f"{eqn.params['name']} needs more than one kernel: {main}")
-        code = launch.attributes["mhlo.backend_config"]["module"].value_bytes
-        return Kernel(str(eqn.params["name"]), code)
-
-
-def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[int] = ()) -> Entry:
-    """The program of op(*structs), and of its backward pass for the arrays `wrt`."""
-
-    def forward(*arrays):
-        def part(*chosen):
-            return op(*(dict(enumerate(arrays)) | dict(zip(wrt, chosen, strict=True))).values())
-
-        return jax.vjp(part, *(arrays[i] for i in wrt)) if wrt else (op(*arrays), ())
-
-    jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
-    leaves, tree = jax.tree.flatten(out)
-    program, saved = _split(build(jaxpr), len(leaves))
-    if not wrt:
-        return Entry((program,), tree)
-    back = build(jax.make_jaxpr(lambda vjp, *given: vjp(tree.unflatten(given)))(vjp, *leaves))
-    distinct = tuple(dict.fromkeys(back.outputs))
-    gradients = tuple(map(distinct.index, back.outputs))
-    return Entry((program, back._replace(outputs=distinct)), tree, saved, gradients)
-
-
-def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
-    """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
-    outputs, roots, saved = list(program.outputs[:n]), program.roots, []
-    for number in program.outputs[n:]:
-        if roots[number] < program.inputs:
-            saved.append(("in", roots[number]))
-            continue
-        if roots[number] not in [roots[i] for i in outputs]:
-            outputs.append(number)
-        saved.append(("out", [roots[i] for i in outputs].index(roots[number])))
-    return program._replace(outputs=tuple(outputs)), tuple(saved)
-
-
-@functools.cache
-def source_hash() -> str:
-    """Changes with JAX and with every line of this package."""
-    total = hashlib.sha256(jax.__version__.encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        total.update(path.read_bytes())
-    return total.hexdigest()
+    out: Any  # what the op returns, with `...` for each array
+    count: int  # of these arrays
+    saved: tuple[tuple[str, int], ...]  # for the backward pass: inputs and outputs
+    gradients: tuple[int, ...]  # places among the results of the backward pass
+    passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass

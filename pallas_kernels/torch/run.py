@@ -14,9 +14,7 @@ import numpy as np
 import torch
 
 from pallas_kernels.torch import launch
-from pallas_kernels.torch.glue import Glue
-from pallas_kernels.torch.plan import Plan, Unit
-from pallas_kernels.torch.program import Array, Step
+from pallas_kernels.torch.program import Glue, Plan, Step, Unit
 
 log = logging.getLogger("pallas_kernels")
 _ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
@@ -80,7 +78,6 @@ _OPERATORS = {  # for primitives that are no glue
     "reduce_prod": lambda x, *, axes, **_: functools.reduce(torch.prod, sorted(axes)[::-1], x),
     "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
-    "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
     "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
     "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),
@@ -90,11 +87,11 @@ _OPERATORS = {  # for primitives that are no glue
 }  # fmt: skip
 
 
-def operator(step: Step, out: Array) -> Callable:
+def operator(step: Step, out: torch.dtype) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
     if step.primitive not in _OPERATORS:
         raise NotImplementedError(f"{step.primitive} has no form in PyTorch")
-    return functools.partial(_OPERATORS[step.primitive], out=dtype(out.dtype), **step.params)
+    return functools.partial(_OPERATORS[step.primitive], out=out, **step.params)
 
 
 def _bind(device: int) -> None:
@@ -108,42 +105,42 @@ def _bind(device: int) -> None:
 
 
 class Runner:
-    """A plan ready to run: runner(tensors) -> list of tensors, all on one device."""
+    """A plan ready to run on one device: runner(tensors) -> list of tensors."""
 
-    def __init__(self, name: str, plan: Plan, own: int | None = None):
+    def __init__(self, name: str, plan: Plan, device: torch.device, own: int | None = None):
         """own: the op's outputs come first; what follows is for its backward pass.
 
         A kernel may leave parts of these arrays undefined.  As results of an operator they begin
         with zeros, so that equal calls have equal results (own=None: all is left as it is).
         """
-        self.name, self.plan = name, plan
-        self.zeros = frozenset(() if own is None else plan.outputs[own:])
+        self.name, self.plan, self.device = name, plan, device
+        zeros = () if own is None else plan.outputs[own:]
+        of = [(slot, plan.arrays[slot]) for slot in plan.made]
+        made = lambda slot: torch.zeros if slot in zeros else torch.empty
+        self.made = [(made(slot), slot, x.shape, dtype(x.dtype)) for slot, x in of]
         self.units: list[tuple] | None = None
 
-    def _prepare(self, device) -> list[tuple]:
+    def _prepare(self) -> list[tuple]:
         """Makes the constants, and what __call__ needs of each unit."""
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
         with ThreadPoolExecutor(1) as thread:
-            self.constants = list(thread.map(lambda x: tensor(x, device), self.plan.constants))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams read them, too
-        self.units = [self._unit(unit, device) for unit in self.plan.units]
+            self.constants = list(thread.map(lambda x: tensor(x, self.device), self.plan.constants))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # other streams read them, too
+        self.units = list(map(self._unit, self.plan.units))
         return self.units
 
-    def _unit(self, unit: Unit, device) -> tuple:
-        slots, what = self.plan.arrays, unit.what
+    def _unit(self, unit: Unit) -> tuple:
+        what, slots = unit.what, unit.slots
         if isinstance(what, Step):
-            return operator(what, slots[unit.slots[0]]), (), None, unit
-        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
-        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
-        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
+            return operator(what, dtype(self.plan.arrays[slots[0]].dtype)), None, unit
         start: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
-        addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
-        return start(what, device.index), made, addresses, unit
+        addresses = itemgetter(*slots, slots[0])  # and room for one more
+        return start(what, self.device.index), addresses, unit
 
     def __call__(self, tensors) -> list[torch.Tensor]:
-        device, stream = tensors[0].device, 0
+        plan, device, stream = self.plan, self.device, 0
         index = device.index
         if index is not None:
             if index != torch._C._cuda_getDevice():
@@ -152,7 +149,7 @@ class Runner:
             if index not in getattr(_bound, "devices", ()):
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
-        plan, units = self.plan, self.units or self._prepare(device)
+        units = self.units or self._prepare()
         held: list[Any] = [*tensors, *self.constants]
         at: list[Any] = []
         for i, x in enumerate(held):
@@ -169,13 +166,13 @@ class Runner:
             base = shared.data_ptr()
             for slot, offset in plan.shared.items():
                 at[slot] = base + offset
-        for start, made, chosen, unit in units:
+        for make, slot, shape, kind in self.made:
+            x = held[slot] = make(shape, dtype=kind, device=device)
+            at[slot] = x.data_ptr()
+        for start, chosen, unit in units:
             if chosen is None:
                 self._operate(start, unit, held, at)
             else:
-                for make, slot, shape, kind in made:
-                    x = held[slot] = make(shape, dtype=kind, device=device)
-                    at[slot] = x.data_ptr()
                 pointers = array("Q", chosen(at))
                 begin = pointers.buffer_info()[0]
                 pointers[-1] = begin

@@ -2,7 +2,10 @@
 
 import ctypes
 import functools
+import inspect
+import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 torch = pytest.importorskip("torch")
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
-from pallas_kernels.torch import launch, ops, plan, program, run  # noqa: E402
+from pallas_kernels.torch import launch, ops, plan, program, run, trace  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 B, F, I = "bfloat16", "float32", "int32"
@@ -69,18 +72,6 @@ def to_jax(x):
     return jnp.asarray((x.float() if name == B else x).detach().numpy()).astype(name)
 
 
-def interpreted(step):
-    """The kernel of a step, interpreted by JAX."""
-    gpu = plgpu.InterpretGPUParams(detect_races=True)
-    call = program.call_of(step.params, interpret=gpu)
-
-    def go(*tensors):
-        with kernel_checks.kernels_run_here():
-            return [to_torch(x) for x in jax.jit(call)(*map(to_jax, tensors))]
-
-    return go
-
-
 # Glue as C++ for this machine: one loop for each group of arrays.
 CPU = """
 #include <cmath>
@@ -105,7 +96,7 @@ struct f16 {
 def compiled_here(made, device):
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder, "glue.cc"), Path(folder, "glue.so")
-        text.write_text(made.source(CPU))
+        text.write_bytes(CPU.encode() + made.binary)
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(out), str(text)]
         subprocess.run(command, check=True)
         function = ctypes.CDLL(str(out)).glue
@@ -113,21 +104,63 @@ def compiled_here(made, device):
     return lambda pointers, count, stream: function(pointers)
 
 
+equations = []  # of kernels, by their place
+
+
+def not_lowered(eqn):
+    equations.append(eqn)
+    return program.Kernel(str(eqn.params["name"]), str(len(equations) - 1).encode())
+
+
+def in_memory(address, aval):
+    """The array (..., bytes) at an address."""
+    dtype = np.dtype(aval.dtype)
+    shape = (*aval.shape, dtype.itemsize)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * math.prod(shape)).from_address(address)).reshape(
+        shape
+    )
+
+
+def interpreter(kernel, device):
+    """The launch of a kernel: JAX interprets it, on the memory at the addresses."""
+    eqn = equations[int(kernel.module)]
+    call = jax.jit(trace.call_of(eqn, interpret=plgpu.InterpretGPUParams(detect_races=True)))
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+
+    def launch(pointers, count, stream):
+        assert count == len(avals)
+        *at, own = (ctypes.c_uint64 * (count + 1)).from_address(pointers)
+        assert own == pointers
+        assert all(x and x % 16 == 0 for x in at)
+        arrays = list(map(in_memory, at, avals))
+        ins, outs = arrays[: len(eqn.invars)], arrays[len(eqn.invars) :]
+        for i, x in enumerate(at[len(ins) :]):
+            aliased = {r: at[n] for n, r in eqn.params["input_output_aliases"].items()}.get(i)
+            assert x not in at[: len(ins)] if aliased is None else x == aliased
+        given = [x.view(v.aval.dtype)[..., 0] for x, v in zip(ins, eqn.invars, strict=True)]
+        with kernel_checks.kernels_run_here():
+            results = call(*map(jnp.array, given))
+        for x, result in zip(outs, results, strict=True):
+            x[...] = np.asarray(result)[..., None].view(np.uint8)
+
+    return launch
+
+
 @pytest.fixture
-def interprets(monkeypatch):
-    """CPU tensors are allowed, kernels interpreted, and glue compiled for this machine."""
-    operator = run.operator
-
-    def here(step, out):
-        return interpreted(step) if step.primitive == "kernel" else operator(step, out)
-
+def anew(monkeypatch):
+    """CPU tensors are allowed, and plans not kept, but made for this machine."""
     monkeypatch.setattr(ops, "_check", lambda name, arrays: None)
-    monkeypatch.setattr(ops, "plan", functools.partial(plan.plan, native=False))
     monkeypatch.setattr(ops, "_known", {})
-    monkeypatch.setattr(ops.Call, "_load", lambda call: None)
-    monkeypatch.setattr(run, "operator", here)
+    monkeypatch.setattr(trace, "kernel", not_lowered)
+    monkeypatch.setattr(launch, "binary", str.encode)
+    monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)
+
+
+@pytest.fixture
+def interprets(anew, monkeypatch):
+    """Kernels are interpreted, and glue is compiled for this machine."""
+    monkeypatch.setattr(launch, "launcher", interpreter)
     monkeypatch.setattr(launch, "glue_launcher", compiled_here)
-    monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)  # jaxprs do not go to disk
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -295,39 +328,11 @@ def test_torch_compile_and_checkpoint_see_two_operators(interprets):
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """Kernels are lowered, and their launches only look at the addresses that they get."""
-    seen, arguments, lower = [], {}, program.kernel
-
-    def lowered(eqn):
-        made = lower(eqn)
-        aliases = {result: i for i, result in eqn.params["input_output_aliases"].items()}
-        arguments[made.module] = len(eqn.invars), len(eqn.outvars), aliases
-        return made
-
-    def launcher(kernel, device):
-        def launch(pointers, count, stream):
-            reads, writes, aliases = arguments[kernel.module]
-            assert count == reads + writes
-            *at, own = (ctypes.c_uint64 * (count + 1)).from_address(pointers)
-            operands, results = at[:reads], at[reads:]
-            assert own == pointers
-            assert all(x and x % 16 == 0 for x in at)
-            for i, x in enumerate(results):
-                aliased = aliases.get(i)
-                assert x not in operands if aliased is None else x == operands[aliased]
-            seen.append(kernel.name)
-
-        return launch
-
-    monkeypatch.setattr(ops, "_check", lambda name, arrays: None)
-    monkeypatch.setattr(ops, "_known", {})
-    monkeypatch.setattr(ops.Call, "_load", lambda call: None)
-    monkeypatch.setattr(launch, "binary", lambda glue: b"")
-    monkeypatch.setattr(launch, "glue_launcher", compiled_here)
+def launches(interprets, monkeypatch):
+    """The names of launched kernels, which do nothing."""
+    seen = []
+    launcher = lambda kernel, device: lambda *_: seen.append(kernel.name)
     monkeypatch.setattr(launch, "launcher", launcher)
-    monkeypatch.setattr(program, "kernel", lowered)
-    monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)
     return seen
 
 
@@ -364,7 +369,7 @@ MOST_UNITS = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_has_few_launches(name):
+def test_a_call_has_few_launches(name, anew):
     arrays, names = arrays_of(name)
     wrt = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -373,20 +378,20 @@ def test_a_call_has_few_launches(name):
         named = {n: x for x, n in zip(values, names, strict=True) if n}
         return getattr(jk, name.rstrip("+"))(*args, **named, implementation="mosaic")
 
-    programs = *program.trace(op, arrays).passes, *program.trace(op, arrays, wrt).passes
-    counts = [len(plan.plan(x, native=False).units) for x in programs]
+    programs = *trace.trace(op, arrays).passes, *trace.trace(op, arrays, wrt).passes
+    counts = [len(plan.plan(x).units) for x in programs]
     assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
 
 
-def test_every_step_of_few_long_sequences_has_a_form():
+def test_every_step_of_few_long_sequences_has_a_form(anew):
     """The vLSTM splits them into spans, and joins the spans' states."""
     of = lambda *width, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((4, 2048, 8, *width), dtype)
     gate = of(dtype=jnp.float32)
     arrays = of(64), of(64), of(128), gate, gate
     op = functools.partial(jk.vlstm, implementation="mosaic")
-    for x in program.trace(op, arrays, range(5)).passes:
-        steps = [unit.what for unit in plan.plan(x, native=False).units]
-        names = {step.primitive for step in steps if isinstance(step, program.Step)} - {"kernel"}
+    for x in trace.trace(op, arrays, range(5)).passes:
+        steps = [unit.what for unit in plan.plan(x).units]
+        names = {step.primitive for step in steps if isinstance(step, program.Step)}
         assert "reduce_prod" in names or "dot_general" in names
         assert names <= set(run._OPERATORS)
 
@@ -422,13 +427,135 @@ def test_64_bits_are_refused():
         pk.encoder(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(50, 128), torch.zeros(8, 128))
 
 
-def test_jax_takes_no_gpu():
-    code = "import pallas_kernels.torch, jax; print(jax.config.jax_platforms)"
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+def in_a_process(code, **environment):
+    """What Python prints, without the settings of these tests."""
+    own = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "PYTHONPATH")}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
-    assert ran.stdout.strip() == "cpu", ran.stderr
+        [sys.executable, "-c", code], env=own | environment, capture_output=True, text=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert not ran.returncode, ran.stderr
+    return ran.stdout.split()
+
+
+# A call in a process: fake tensors, as there is no GPU.
+CALL = """
+import sys, torch, pallas_kernels.torch as pk
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    x = torch.empty(2, 65, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    w = torch.empty(256, device="cuda", requires_grad=True)
+    y = pk.rms_norm(x, w)
+print(y.shape[1], "jax" in sys.modules, "jaxlib" in sys.modules)
+"""
+
+
+def test_a_known_call_imports_no_jax(tmp_path):
+    cache = {"PALLAS_KERNELS_CACHE": str(tmp_path)}
+    code = CALL + "import jax\nprint(jax.config.jax_platforms)"
+    assert in_a_process(code, **cache)[:2] == ["65", "True"]
+    assert in_a_process(code, **cache)[-1] == "None"  # nothing of ours has started JAX
+    (kept,) = tmp_path.iterdir()
+    before = kept.read_bytes()
+    assert in_a_process(CALL, **cache) == ["65", "False", "False"]
+    assert [x.read_bytes() for x in tmp_path.iterdir()] == [before]
+    assert in_a_process(CALL, **cache, JAXLLM_KERNELS="general")[1] == "True"
+
+
+def test_the_import_takes_neither_jax_nor_the_compiler():
+    code = "import sys, pallas_kernels.torch; print(*({'jax', 'torch._dynamo'} & {*sys.modules}))"
+    assert in_a_process(code) == []
+
+
+@pytest.mark.parametrize("first", ["torch._dynamo", "pallas_kernels.torch"])
+def test_torch_compile_knows_the_ops(first):
+    code = f"import {first}, torch._dynamo as d, pallas_kernels.torch as pk\n"
+    code += "print(*map(d.trace_rules.is_callable_allowed, (pk.rms_norm, pk.vlstm, pk.patch)))"
+    assert in_a_process(code) == ["True", "True", "False"]
+
+
+def test_an_op_has_the_signature_of_ours():
+    assert inspect.signature(pk.rope) == inspect.signature(jk.rope)
+
+
+def test_jax_takes_no_gpu():
+    code = "import pallas_kernels.torch.trace, jax; print(jax.config.jax_platforms)"
+    assert in_a_process(code) == ["cpu"]
+
+
+@pytest.fixture
+def kept(anew, monkeypatch, tmp_path):
+    """A function that makes a call as in a new process, and returns whether it was traced."""
+    traced = []
+    of = trace.trace
+    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(trace, "trace", lambda *given: traced.append(0) or of(*given))
+
+    def call(op=pk.rms_norm, like=torch.bfloat16, **options):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        traced.clear()
+        ops._known.clear()
+        ops._versions.cache_clear()
+        with FakeTensorMode():
+            x = torch.empty(4, 256, dtype=like)
+            y = op(x, torch.empty(256), **options)
+        assert y.shape == x.shape
+        return bool(traced)
+
+    assert call()
+    assert not call()
+    return call
+
+
+def test_another_call_is_another_plan(kept):
+    assert kept(eps=1e-6)
+    assert kept(like=torch.float16)
+    assert kept(pk.layer_norm)
+    assert not kept(eps=1e-6)
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"])
+def test_another_jax_makes_plans_anew(package, kept, monkeypatch):
+    version = ops.version
+    monkeypatch.setattr(ops, "version", lambda x: "0.99" if x == package else version(x))
+    assert kept()
+    assert not kept()
+
+
+def test_another_gpu_driver_or_pytorch_makes_plans_anew(kept, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert kept()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, driver in (((9, 0), 13000), ((10, 0), 13000), ((10, 0), 13010)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)  # noqa: B023
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)  # noqa: B023
+        assert kept()
+        assert not kept()
+
+
+def test_another_source_makes_plans_anew(kept, monkeypatch, tmp_path):
+    copy = tmp_path / "copy" / "pallas_kernels"
+    shutil.copytree(ROOT / "pallas_kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jk, "__file__", str(copy / "__init__.py"))
+    assert not kept()
+    for path in (copy / "rotary.py", copy / "norms" / "kernels.py", copy / "torch" / "glue.py"):
+        path.write_text(path.read_text() + "# another comment\n")
+        assert kept()
+        assert not kept()
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "flip", "text"])
+def test_a_damaged_plan_is_made_anew(harm, kept, tmp_path, caplog):
+    (path,) = tmp_path.iterdir()
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    path.write_bytes({"cut": good[:-9], "empty": b"", "flip": flipped, "text": b"x" * 99}[harm])
+    assert kept()
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said == f"{path} is damaged: rms_norm is traced again"
+    assert not kept()
 
 
 def test_a_copied_input_is_said_once(caplog):
