@@ -274,9 +274,10 @@ def backward_dk(w: Worker, ab, n):
 
 def backward_dq(w: Worker, ab, n):
     """Computes dq.  W needs the shift, to which the state contributes."""
-    s = w.schedule
+    s, on_hopper = w.schedule, w.ring is not None
     # Weight the scores by their decays.
-    weights, scale = materialize(ab * decays(w)), load_rows(w, "scale")
+    weights, scale = ab * decays(w), load_rows(w, "scale")
+    weights = materialize(weights) if on_hopper else weights
     # Sum dh . h from the chunk and from the state, whose tiles all stay in registers.
     dot = sum_rows(weights * s.form.y_times_x(w, n))
     n, through = n + s.tiles * (1 + s.rings_y), []
@@ -285,7 +286,9 @@ def backward_dq(w: Worker, ab, n):
         dot += scale * s.form.sums_with_y(w, through[-1], tile, n + s.parts)
         n += s.parts + s.rings_y
     store_stats(w, dot)
-    # Add the normaliser's part of the gradient of every weight in a row.
+    # Add the normaliser's part of the gradient of every weight in a row.  From another index the
+    # general form computes D again, instead of keeping the first one in registers.
+    w = w if on_hopper else w._replace(index=materialize(w.index))
     shift = load_rows(w, "sign") * dot
     weights = materialize(s.form.left(w, weights + decays(w) * broadcast_rows(w, shift)))
     # Compute and store dq.

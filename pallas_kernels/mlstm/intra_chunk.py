@@ -139,7 +139,6 @@ def multiply(w: Worker, acc, left, n, transpose=False):
 
 def a_times(w: Worker, n, tile):
     s, turned = w.schedule, w.schedule.transposes_state
-
     if tile is not None and turned:  # `y_times_x` has left the first tile of Y in its buffer
 
         @pl.when(tile > 0)

@@ -51,11 +51,6 @@ class Walk(NamedTuple):
         """Warpgroups of a block: each has 64 rows of a tile."""
         return self.size // ROWS
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of a state."""
-        return self.x_tiles * self.y_tiles
-
 
 class WalkInputs(NamedTuple):
     """Arrays or references to global memory; None if not given."""
@@ -220,7 +215,7 @@ def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
         name=f"{form.PREFIX}vlstm_states",
         out_type=(made,),
         scratch_types=(form.scratch(s, with_other),),
-        **mosaic.grid(block=batch * s.heads * s.walked * s.tiles),
+        **mosaic.grid(block=batch * s.heads * s.walked * s.x_tiles * s.y_tiles),
         num_threads=s.wgs,
         # No sum crosses warps, and Hopper's shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
