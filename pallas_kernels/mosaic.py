@@ -60,12 +60,12 @@ def is_tight() -> bool:
     return capability not in ("8.0", "9.0")
 
 
-def folded(f, parts: list) -> list:
-    """[f of all parts], in pairs: nothing waits for a long chain."""
+def folded(f, parts: list):
+    """f of all parts, in pairs: nothing waits for a long chain."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
         parts = [f(*two) for two in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts
+    return parts[0]
 
 
 def any_above(x, limit: float):
@@ -80,7 +80,7 @@ def any_above(x, limit: float):
 
 def _any_above(limit, _, x):
     i32 = ir.IntegerType.get_signless(32)
-    (most,) = folded(arith.maxnumf, list(x.registers.flat))  # a vector of two
+    most = folded(arith.maxnumf, list(x.registers.flat))  # a vector of two
     ends = (vector.extract(most, dynamic_position=[], static_position=[n]) for n in range(2))
     most = arith.maxnumf(*ends)
     bound = arith.constant(most.type, ir.FloatAttr.get(most.type, limit))

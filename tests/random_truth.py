@@ -217,7 +217,8 @@ def vlstm_step(q, k, v, i, f, state, *, gate, normalize):
 def true_state(state):
     """(C e^m, n e^m) of (C, n, m)."""
     c, n, m = state
-    return c * jnp.exp(m)[..., None, None], n * jnp.exp(m)[..., None]
+    half = jnp.exp(m / 2)[..., None]  # e^m alone may overflow
+    return c * half[..., None] * half[..., None], n * half * half
 
 
 def vlstm(

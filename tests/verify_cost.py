@@ -28,8 +28,8 @@ def main() -> None:
 
     from jaxllm.config import load
     from jaxllm.sharding import make_mesh
-    from jaxllm.train.launch import compile_autotuned
     from jaxllm.train.profiling import StepClock
+    from jaxllm.train.programs import compile_autotuned
     from jaxllm.train.step import Trainer
     from jaxllm.train.verify import Canary
 

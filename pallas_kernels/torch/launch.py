@@ -29,6 +29,12 @@ def _folder(package: str) -> Path | None:
     return Path(next(iter(found.submodule_search_locations))) if found else None
 
 
+def driver_version() -> int:
+    found = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return found.value
+
+
 @functools.cache
 def _compiler() -> Callable:
     """MosaicGpuCompile of JAX's plugin, which learns from the environment where its files lie."""

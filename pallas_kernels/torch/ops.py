@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 import pallas_kernels
 from pallas_kernels.torch import run
+from pallas_kernels.torch.launch import driver_version
 from pallas_kernels.torch.program import Entry
 
 log = logging.getLogger("pallas_kernels")
@@ -58,7 +59,7 @@ def _versions() -> tuple:
         except PackageNotFoundError:
             found.append(None)
     if torch.cuda.is_available():
-        found += [torch.cuda.get_device_capability(), torch._C._cuda_getDriverVersion()]
+        found += [torch.cuda.get_device_capability(), driver_version()]
     total = hashlib.sha256()
     for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
         total.update(path.read_bytes())

@@ -529,7 +529,7 @@ def test_another_gpu_driver_or_pytorch_makes_plans_anew(kept, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, driver in (((9, 0), 13000), ((10, 0), 13000), ((10, 0), 13010)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)  # noqa: B023
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)  # noqa: B023
+        monkeypatch.setattr(ops, "driver_version", lambda: driver)  # noqa: B023
         assert kept()
         assert not kept()
 
