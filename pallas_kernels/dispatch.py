@@ -330,9 +330,9 @@ def explain() -> str:
     return "\n".join(lines)
 
 
-def decisions() -> dict[Decision, int]:
-    """The decisions that `explain()` prints, in the order of their first calls, and their calls."""
-    return dict(_decisions)
+def decisions(every: bool = False) -> list[Decision]:
+    """What `explain()` prints, in the order of first calls; every: once for each traced call."""
+    return [d for d, calls in _decisions.items() for _ in range(calls if every else 1)]
 
 
 def reset() -> None:

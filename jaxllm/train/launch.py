@@ -268,7 +268,7 @@ def open_log(
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count
         about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
-    report.describe(out_dir, about, list(dispatch.decisions()))
+    report.describe(out_dir, about, dispatch.decisions())
     peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
     tracker = None
     if config.train.tracker == "wandb":

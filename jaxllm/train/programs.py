@@ -39,12 +39,12 @@ def find_or_compile(
     The ops' decisions are recorded (`dispatch.explain()`) in either case.
     trace: its name stands for the step.  timings: as for `compile_autotuned`.
     """
-    place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions())
+    place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
     if place is not None and (program := read(place, trainer, timings)) is not None:
         return program
     program = compile_autotuned(trace(trainer).lower(), timings)
     if place is not None:
-        write(place, program, Counter(dispatch.decisions()) - before, timings)
+        write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
     return program
 
 

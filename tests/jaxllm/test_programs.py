@@ -69,13 +69,13 @@ def find(trace, trainer):
 
 def test_a_kept_step_repeats_the_bits_and_the_decisions(place):
     first = find(launch.trace_step, trainer := make())
-    decided, whole = dispatch.decisions(), steps(trainer, first)
+    decided, whole = dispatch.decisions(every=True), steps(trainer, first)
     assert decided
-    assert sum(decided.values()) > len(decided)  # so it matters that calls are counted
+    assert len(decided) > len(set(decided))  # so it matters that calls are counted
     dispatch.reset()
     jax.clear_caches()
     again = find(never, trainer := make())
-    assert dispatch.decisions() == decided
+    assert sorted(dispatch.decisions(every=True)) == sorted(decided)
     assert jax.tree.structure(again.args_info) == jax.tree.structure(first.args_info)
     jax.tree.map(np.testing.assert_array_equal, steps(trainer, again), whole)
 

@@ -59,24 +59,24 @@ def packed_attention(x, **options):
 
 def test_auto_takes_the_kernel_where_it_is_supported(capable):
     assert use_kernel("op", None, None)
-    assert list(dispatch.decisions()) == [Decision("op", "general", "fits", "supported")]
+    assert dispatch.decisions() == [Decision("op", "general", "fits", "supported")]
 
 
 def test_auto_takes_xla_with_the_ops_reason(capable):
     assert not use_kernel("op", None, "D=7 is odd")
-    assert list(dispatch.decisions()) == [Decision("op", "xla", "unsupported", "D=7 is odd")]
+    assert dispatch.decisions() == [Decision("op", "xla", "unsupported", "D=7 is odd")]
 
 
 def test_auto_takes_xla_where_the_device_lacks_something(incapable):
     assert not use_kernel("op", None, None, "sm_90")
-    assert list(dispatch.decisions()) == [Decision("op", "xla", "device", "no sm_90 here")]
+    assert dispatch.decisions() == [Decision("op", "xla", "device", "no sm_90 here")]
 
 
 def test_auto_takes_what_is_faster(capable):
     assert not use_kernel("op", None, None, slower="D=7 is padded")
     assert not use_kernel("op", None, None, fallback="cudnn", slower="D=7 is padded")
     assert not use_kernel("op", None, "D=7 is odd", slower="D=7 is padded")
-    assert list(dispatch.decisions()) == [
+    assert dispatch.decisions() == [
         Decision("op", "xla", "slower", "faster, as D=7 is padded"),
         Decision("op", "cudnn", "slower", "faster, as D=7 is padded"),
         Decision("op", "xla", "unsupported", "D=7 is odd"),
@@ -89,7 +89,7 @@ def test_general_kernels_leave_no_place_to_those_for_hopper(capable, monkeypatch
     assert use_kernel("op", None, None)
     assert use_kernel("op", "mosaic", None, "sm_90a")
     assert not use_kernel("other", None, None, "sm_90a")
-    assert list(dispatch.decisions())[-1] == Decision(
+    assert dispatch.decisions()[-1] == Decision(
         "other", "xla", "setting", "JAXLLM_KERNELS=general, and this form is for hopper"
     )
 
@@ -136,24 +136,24 @@ def test_the_reason_is_about_the_call_where_one_is(monkeypatch):
 
 def test_where_no_kernel_can_run_none_is_slower(incapable):
     assert not use_kernel("op", None, None, "sm_90", slower="D=7 is padded")
-    assert list(dispatch.decisions()) == [Decision("op", "xla", "device", "no sm_90 here")]
+    assert dispatch.decisions() == [Decision("op", "xla", "device", "no sm_90 here")]
 
 
 def test_mosaic_never_asks_the_device_nor_for_speed(incapable):
     assert use_kernel("op", "mosaic", None, slower="D=7 is padded")
-    assert list(dispatch.decisions()) == [Decision("op", "general", "asked", "asked for")]
+    assert dispatch.decisions() == [Decision("op", "general", "asked", "asked for")]
 
 
 def test_mosaic_raises_the_ops_reason_and_records_nothing():
     with pytest.raises(NotImplementedError, match=r"^op has no Mosaic kernel.*: D=7 is odd$"):
         use_kernel("op", "mosaic", "D=7 is odd")
-    assert list(dispatch.decisions()) == []
+    assert dispatch.decisions() == []
 
 
 def test_xla_is_taken_when_asked_for(capable, caplog):
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         assert not use_kernel("op", "xla", None)
-    assert list(dispatch.decisions()) == [Decision("op", "xla", "asked", "asked for")]
+    assert dispatch.decisions() == [Decision("op", "xla", "asked", "asked for")]
     assert not caplog.records
 
 
@@ -376,7 +376,7 @@ def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, k
         return
     trace()
     assert took == [False]
-    assert "does not say whether shard_map checks varying types" in dispatch.explain()
+    assert "does not say whether shard_map checks varying types" in dispatch.decisions()[0].why
     assert use_kernel("op", None, None)  # outside
 
 
@@ -406,7 +406,7 @@ def test_a_call_with_arrays_on_the_cpu_runs_no_kernel(capable, monkeypatch):
     forms = (Form("general", lambda x: 2 * x, "sm_80"), Form("xla", lambda x: x))
     x = jax.device_put(1.0, jax.devices("cpu")[0])
     assert dispatch.run("op", forms, None, x) == 1
-    assert list(dispatch.decisions())[0].why == "the arrays are on the cpu"
+    assert dispatch.decisions()[0].why == "the arrays are on the cpu"
     assert jax.grad(lambda x: dispatch.run("op", forms, None, x))(x) == 1
     with pytest.raises(NotImplementedError, match="the arrays are on the cpu"):
         dispatch.run("op", forms, "mosaic", x)
