@@ -130,7 +130,7 @@ def _in_jnp(operands, positions, **options):
     rotated = rope_reference(q, k, positions, **options)
     if not v:
         return rotated
-    flat = [x.reshape(*x.shape[:2], -1) for x in (*rotated, *v)]
+    flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (*rotated, *v)]
     return dataclasses.replace(operands, array=jnp.concatenate(flat, axis=2))
 
 
