@@ -37,3 +37,7 @@ def __getattr__(name: str):
     from pallas_kernels import public
 
     return getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

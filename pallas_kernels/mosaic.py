@@ -69,9 +69,8 @@ def folded(f, parts: list):
 
 
 def any_above(x, limit: float):
-    """Whether an element of x, in WGMMA's layout, exceeds the limit: each warp has its own answer.
-
-    What depends on it must not synchronize warps.
+    """Whether an element of x, in WGMMA's layout, exceeds the limit: each warp has its own answer,
+    so what depends on it must not synchronize warps.
     """
     answer = plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT)
     code = functools.partial(_any_above, limit)

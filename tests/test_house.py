@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 from subprocess import run
 
@@ -144,6 +145,12 @@ def test_every_op_is_exported():
                     seen.add(node.args[0].value)
     assert len(seen) > 10
     assert seen <= exported, f"pallas_kernels/__init__.py lacks {seen - exported}"
+
+
+def test_ops_are_named_before_jax_is_imported():
+    code = "import sys, pallas_kernels as k; print('jax' in sys.modules, dir(k) == k.__all__)"
+    ran = run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
 
 
 def test_the_readme_lists_every_op():

@@ -202,7 +202,6 @@ def scores(w: Worker, i: Item, x, n, masked):
 
 def weighs_early(s: Schedule) -> bool:
     """Whether P is computed before it is known whether m stays: 7% faster where registers suffice.
-
     At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
     """
     return 64 < s.width <= 128 and s.visits.window is None
@@ -259,8 +258,7 @@ def first_step(w: Worker, i: Item):
         return s_acc[...]
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
-    masked = s.visits.causal or s.ragged or s.packed
-    x, factor = scores(w, i, x, i.first, masked)
+    x, factor = scores(w, i, x, i.first, s.visits.causal or s.ragged or s.packed)
     m = jnp.maximum(jnp.max(x, axis=1) * factor, masks.LOWEST)
     p = jnp.exp2(x * factor - along(m, x.shape, 0))
     return p.astype(s.dtype), m, sums(s, p)
@@ -327,8 +325,7 @@ def store(w: Worker, item, i: Item, o, m, l):
     rows = pl.ds(row + w.wg * ROWS, ROWS)
     l = jnp.sum(l, axis=1) if weighs_early(s) else l
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
-    # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
-    # at D = 128, and at D = 64 it gains less than 1%.
+    # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
     smem.qo[i.at] = o.astype(s.dtype)
     plgpu.commit_smem()

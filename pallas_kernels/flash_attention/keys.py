@@ -102,8 +102,8 @@ def ahead(s: Schedule) -> int:
 def runs_on(s: Schedule) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
 
-    At D = 128 that takes 2.92 instead of 3.16 ms at T = 16384, and 1.53 instead of 1.54 at 4, 4096,
-    32/8 (H200).  D = 96 lacks the slot, and without a causal mask 4 bytes would spill.
+    That takes 2.92 instead of 3.16 ms at T = 16384 and D = 128 (H200).  D = 96 lacks the slot, and
+    without a causal mask 4 bytes would spill.
 
     A slot then stays taken for a step more.  `add_halves` loads before it frees one, so its ring
     needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
