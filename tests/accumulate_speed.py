@@ -74,11 +74,12 @@ DRY = {"n_layers": 1, "d_model": 64, "n_heads": 2, "vocab_size": 300, "max_seq_l
 
 
 def joules() -> float:
-    """The GPU's energy counter (NVML)."""
+    """The GPU's energy counter (NVML, which counts all GPUs of the host)."""
+    number = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
     nvml, total = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_ulonglong()
     device = ctypes.c_void_p()
     nvml.nvmlInit_v2()
-    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
     nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(total))
     return total.value / 1000
 

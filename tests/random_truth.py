@@ -95,7 +95,7 @@ def rope(q, k=None, positions=None, *, theta, scaling=None, layout="half"):
     if isinstance(q, Packed):
         q, k, v = _parts(q)
         turned = [_turn(x, positions, theta, scaling, layout) for x in (q, k)]
-        return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in (*turned, v)], 2)
+        return jnp.concatenate([jax.lax.collapse(x, 2) for x in (*turned, v)], 2)
     return tuple(_turn(x, positions, theta, scaling, layout) for x in (q, k))
 
 

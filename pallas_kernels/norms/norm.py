@@ -121,7 +121,9 @@ def _rsqrt_jvp(primals, tangents):
 def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     s, dtype = x, x.dtype
     if x_bias is not None:
-        s = s + x_bias.astype(dtype)
+        # Without this XLA may leave the rounding to x's dtype out.
+        info = jnp.finfo(dtype)
+        s = lax.reduce_precision(s + x_bias.astype(dtype), info.nexp, info.nmant)
     if residual is not None:
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)

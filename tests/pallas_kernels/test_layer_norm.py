@@ -133,6 +133,17 @@ def test_a_bias_for_each_head_and_no_weight():
     )
 
 
+def test_x_and_its_bias_are_rounded_before_a_wider_residual_is_added():
+    x, residual = normal(0, (9, 64), bf16), normal(1, (9, 64))
+    x_bias = normal(2, (64,), f16)
+    expected = (x + x_bias.astype(bf16)).astype(f32) + residual
+    for implementation in (None, "xla"):
+        call = jax.jit(lambda how=implementation: add(layer_norm)(
+            x, residual, None, None, x_bias, implementation=how
+        ))  # fmt: skip
+        np.testing.assert_array_equal(call()[1], expected)
+
+
 def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
