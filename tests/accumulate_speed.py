@@ -32,7 +32,7 @@ optimizer: {learning_rate: 3.0e-4, warmup_steps: 2, weight_decay: 0.1}
 ONE = {"train.grad_accum": "1"}
 MUON = {"optimizer.name": "muon"}
 THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "dots"}
-GPT2 = ONE | {"train.batch_size": "32"}
+SMALL = ONE | {"train.batch_size": "32"}  # the models of 124M
 # In the best settings found for jla: with the parts of a batch unrolled it needs 109 GiB.
 JLA = """
 name = "jla"
@@ -67,8 +67,10 @@ CASES = {  # the configuration, its overrides, timed steps
         ONE | {"train.batch_size": "4"} | {f"model.{key}": str(n) for key, n in THREE.items()},
         30,
     ),
-    "gpt2_124m": ("gpt2_124m", GPT2, 120),
-    "gpt2_124m-muon": ("gpt2_124m", GPT2 | MUON, 120),
+    "gpt2_124m": ("gpt2_124m", SMALL, 120),
+    "gpt2_124m-muon": ("gpt2_124m", SMALL | MUON, 120),
+    "llama3_124m": ("llama3_124m", SMALL, 120),
+    "vlstm_124m": ("vlstm_124m", SMALL, 120),
 }
 DRY = {"n_layers": 1, "d_model": 64, "n_heads": 2, "vocab_size": 300, "max_seq_len": 32}
 

@@ -4,7 +4,7 @@
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
-    python tests/peers.py train vlstm_124m 32   the same with each of mlstm_kernels' two cells
+    python tests/peers.py train vlstm_124m 32   the same with each of mlstm_kernels' cells, and ours
     python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
 
 It needs an NVIDIA GPU, and torch, torchao, tokamax, dew-flash-attn-cu13 (FlashAttention-3 for JAX),
@@ -27,6 +27,7 @@ from pallas_kernels.bench import cases, compiling, operands, timing
 from pallas_kernels.bench.report import text
 
 CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
+OURS = ("pallas_kernels.torch", 0)
 
 
 def events_ms(f) -> float:
@@ -314,11 +315,11 @@ def train(
 ) -> dict[str, float]:
     """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step.
 
-    `cell` is a vLSTM's, one of CELLS.  `fp8` is a recipe of torchao for the linear layers of the
-    blocks, such as "tensorwise".
+    `cell` is a vLSTM's, one of CELLS or OURS.  `fp8` is a recipe of torchao for the linear layers
+    of the blocks, such as "tensorwise".
     """
     import torch
-    from torch_models import mlstm_cell, torch_model, torch_vlstm
+    from torch_models import mlstm_cell, our_cell, torch_model, torch_vlstm
 
     from jaxllm.config import load
 
@@ -329,7 +330,10 @@ def train(
     gc.collect()  # the model of the row before
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model = torch_vlstm(config.model, mlstm_cell(*cell)) if cell else torch_model(config.model)
+    if cell:
+        model = torch_vlstm(config.model, our_cell if cell == OURS else mlstm_cell(*cell))
+    else:
+        model = torch_model(config.model)
     model.to(device)
     if fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -381,7 +385,7 @@ def main() -> int:
 
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
-            cells = {f"{row} {kind} {chunk}": (kind, chunk) for kind, chunk in CELLS}
+            cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in (*CELLS, OURS)}
         timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
         rows(*timing.attempt(timed, cells or {row: None}))
         return 0

@@ -212,7 +212,13 @@ def case_quantized():
     alone = pk.attention(*pk.rope(q, k, positions), v)
     (g,), (e,) = (torch.autograd.grad(y.float().square().sum(), [x]) for y in (out, alone))
     close = lambda a, b: float((a.float() - b.float()).abs().max() / b.float().abs().max())
-    return found | {"packed": torch.equal(out, alone), "packed gradient": close(g, e)}
+    found |= {"packed": torch.equal(out, alone), "packed gradient": close(g, e)}
+    gates = torch.randn(2, 2, 512, 2, device="cuda")
+    out = pk.vlstm(pk.Packed(x, ((2, 128), (2, 128), (2, 256))), None, None, gates[0], gates[1] + 3)
+    q, k, v = (y.unflatten(-1, (2, -1)).contiguous() for y in x.split((256, 256, 512), -1))
+    alone = pk.vlstm(q, k, v, gates[0], gates[1] + 3)
+    (g,), (e,) = (torch.autograd.grad(y.float().square().sum(), [x]) for y in (out, alone))
+    return found | {"packed vlstm": close(out, alone), "packed vlstm gradient": close(g, e)}
 
 
 def case_two_gpus():
