@@ -30,7 +30,6 @@ train: {steps: 40, batch_size: 16, seq_len: 4096, grad_accum: 4}
 optimizer: {learning_rate: 3.0e-4, warmup_steps: 2, weight_decay: 0.1}
 """
 ONE = {"train.grad_accum": "1"}
-MUON = {"optimizer.name": "muon"}
 THREE = {"n_layers": 28, "d_model": 3072, "n_heads": 24, "d_ff": 8192, "remat": "dots"}
 SMALL = ONE | {"train.batch_size": "32"}  # the models of 124M
 # In the best settings found for jla: with the parts of a batch unrolled it needs 109 GiB.
@@ -68,7 +67,8 @@ CASES = {  # the configuration, its overrides, timed steps
         30,
     ),
     "gpt2_124m": ("gpt2_124m", SMALL, 120),
-    "gpt2_124m-muon": ("gpt2_124m", SMALL | MUON, 120),
+    "gpt2_124m-512": ("gpt2_124m", {}, 8),  # 16 parts of 32 rows, as the configuration says
+    "gpt2_124m-512-muon": ("gpt2_124m", {"optimizer.name": "muon"}, 8),
     "llama3_124m": ("llama3_124m", SMALL, 120),
     "vlstm_124m": ("vlstm_124m", SMALL, 120),
 }
@@ -84,6 +84,20 @@ def joules() -> float:
     nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
     nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(total))
     return total.value / 1000
+
+
+def take(program, state, batch, count: int):
+    """(state, losses, seconds) of some steps; each loss is read a step late, as in train.py."""
+    losses, seconds, running = [], [], None
+    clock = time.perf_counter()
+    for _ in range(count):
+        state, metrics = program(state, batch)
+        if running is not None:
+            losses.append(float(running["loss"]))
+            seconds.append(time.perf_counter() - clock)
+            clock = time.perf_counter()
+        running = metrics
+    return state, [*losses, float(running["loss"])], seconds
 
 
 def measure(case: str, folder: str, dry: bool) -> dict:
@@ -133,18 +147,14 @@ def measure(case: str, folder: str, dry: bool) -> dict:
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.model.vocab_size, (rows, width + 1), dtype=np.int32)
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-    seconds, losses = [], []
     with no_long_pauses():
-        for i in range(count + 4):
-            if i == 4:
-                energy = 0 if dry else joules()
-            clock = time.perf_counter()
-            state, metrics = program(state, batch)
-            losses.append(float(metrics["loss"]))
-            seconds.append(time.perf_counter() - clock)
-            if i == 0:
-                lap("end")
+        state, losses, _ = take(program, state, batch, 1)
+        lap("end")
+        state, more, _ = take(program, state, batch, 4)
+        energy = 0 if dry else joules()
+        state, last, seconds = take(program, state, batch, count)
         energy = 0 if dry else joules() - energy
+    losses += more + last
     pairs = zip(clocks, clocks[1:], strict=False)
     parts = {name: round(after - before, 2) for (name, before), (_, after) in pairs}
     size = rows * width
@@ -152,7 +162,7 @@ def measure(case: str, folder: str, dry: bool) -> dict:
         "case": case,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "tokens/s": round(size / statistics.median(seconds[4:])),
+        "tokens/s": round(size / statistics.median(seconds)),
         "joules/token": energy / (count * size),
         "GiB": peak_memory(),
         "to the first step, s": round(clocks[-1][1] - clocks[0][1], 1),

@@ -73,8 +73,12 @@ def torch_model(model: Any):
 def torch_vlstm(model: Any, cell: Any):
     """The vLSTM in idiomatic PyTorch: (tokens, labels) -> mean loss.
 
-    cell: (q, k, v, i, f) -> h, with heads before time, such as `mlstm_cell`'s.
+    cell: (q, k, v, i, f) -> h, with heads before time, such as `mlstm_cell`'s; None for
+        pallas_kernels.torch's op, which reads q, k and v where the matmul leaves them, and has the
+        output gate and the norm of the heads in it.
     """
+    if cell is None:
+        import pallas_kernels.torch as pk
     c, h = model.d_model, model.n_heads
     linear = functools.partial(nn.Linear, bias=False)
     norm = lambda: nn.RMSNorm(c, eps=model.norm_eps)
@@ -91,12 +95,17 @@ def torch_vlstm(model: Any, cell: Any):
                 self.gates.bias.copy_(torch.cat((torch.full((h,), -10.0), torch.linspace(3, 6, h))))
 
         def mix(self, x):
-            *qkv, o = self.qkvo(x).split((c // 2, c // 2, c, c), -1)
-            q, k, v = (z.unflatten(-1, (h, -1)).transpose(1, 2) for z in qkv)
+            qkvo, widths = self.qkvo(x), (c // 2, c // 2, c, c)
             # The sum is in float32: near 6, bfloat16 has a resolution of 0.03.
             gates = F.linear(x, self.gates.weight).float() + self.gates.bias
-            i, f = soft_cap(gates, model.gate_soft_cap).transpose(1, 2).chunk(2, 1)
-            y = cell(q, k, v, i, f).transpose(1, 2)
+            i, f = soft_cap(gates, model.gate_soft_cap).chunk(2, -1)
+            if cell is None:
+                packed = pk.Packed(qkvo, tuple((h, width // h) for width in widths))
+                norm = {"norm_weight": self.head_norm.view(h, -1), "norm_eps": model.norm_eps}
+                return self.out(pk.vlstm(packed, None, None, i, f, **norm).flatten(2))
+            *qkv, o = qkvo.split(widths, -1)
+            q, k, v = (z.unflatten(-1, (h, -1)).transpose(1, 2) for z in qkv)
+            y = cell(q, k, v, i.transpose(1, 2), f.transpose(1, 2)).transpose(1, 2)
             y = F.layer_norm(y, (c // h,), eps=model.norm_eps).flatten(2) * self.head_norm
             return self.out(o.sigmoid() * y)
 
@@ -123,13 +132,6 @@ def torch_vlstm(model: Any, cell: Any):
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     return Model()
-
-
-def our_cell(q, k, v, i, f):
-    """pallas_kernels.torch's: (q, k, v, i, f) -> h, heads before time; it has time before heads."""
-    import pallas_kernels.torch as pk
-
-    return pk.vlstm(*(x.transpose(1, 2) for x in (q, k, v, i, f))).transpose(1, 2)
 
 
 def mlstm_cell(kind: str, chunk: int):

@@ -16,10 +16,9 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +31,7 @@ set_xla_flags(deterministic=True)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from accumulate_speed import take  # noqa: E402
 
 from jaxllm.config import load  # noqa: E402
 from jaxllm.sharding import make_mesh  # noqa: E402
@@ -58,25 +58,17 @@ def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) ->
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.model.vocab_size, (gpus * rows, width + 1), dtype=np.int32)
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-    runs, seconds = [], []
     with no_long_pauses():
-        for count in (4 if DRY else a.steps, 4):
-            state, losses = trainer.init(), []
-            for _ in range(count):
-                clock = time.perf_counter()
-                state, metrics = program(state, batch)
-                losses.append(float(metrics["loss"]))
-                seconds.append(time.perf_counter() - clock)
-            runs.append(losses)
-            del state
+        losses, seconds = take(program, trainer.init(), batch, 4 if DRY else a.steps)[1:]
+        again = take(program, trainer.init(), batch, 4)[1]
     return {
         "device": jax.devices()[0].device_kind,
         "GPUs": gpus,
         "fp8": fp8,
-        "tokens/s a GPU": round(rows * width / statistics.median(seconds[2 : len(runs[0])])),
+        "tokens/s a GPU": round(rows * width / statistics.median(seconds[2:])),
         "GiB": peak_memory(),
-        "losses": [runs[0][i] for i in (0, 1, 3, -1)],
-        "same bits": runs[0][:4] == runs[1],
+        "losses": [losses[i] for i in (0, 1, 3, -1)],
+        "same bits": losses[:4] == again,
     }
 
 
