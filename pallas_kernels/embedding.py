@@ -291,11 +291,7 @@ def _encoder_backward(dtype, saved, dy):
 _encoder.defvjp(lambda *args: (_encoder(*args), args[:3]), _encoder_backward)
 
 
-def _kernels(tokens, wte, wpe, *, dtype):
-    return _encoder(tokens, wte, wpe, dtype)
-
-
 FORMS = (
-    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("general", _encoder, "sm_80", why_not, why_slower),
     Form("xla", encoder_reference),
 )

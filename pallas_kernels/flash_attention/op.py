@@ -37,7 +37,7 @@ from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, custom_vjp
-from pallas_kernels.packed import Packed, shapes, split
+from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
@@ -75,13 +75,7 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
-    if isinstance(q, Packed):
-        if k is not None or v is not None:
-            raise ValueError("q is packed with k and v: pass neither")
-        q.check("q", "k", "v")
-    elif k is None or v is None:
-        raise ValueError("k and v are missing: pass them, or q as Packed")
-    operands = q if isinstance(q, Packed) else (q, k, v)
+    operands = operands_of(q, dict(k=k, v=v), "qkv")
     of_q, of_k, of_v = shapes(operands)
     check(of_q, of_k, of_v, causal, window)
     if window is not None and window >= of_k.shape[1]:
@@ -157,7 +151,8 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _cudnn(q, k, v, *, causal, scale, window):
+def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
+    q, k, v = split(operands)
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
@@ -381,14 +376,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 # Only an H100 has run the general form, so cuDNN stands before it.
 FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
-    Form(
-        "cudnn",
-        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
-            *split(operands), causal=causal, scale=scale, window=window
-        ),
-        "sm_80",
-        cudnn_why_not,
-    ),
+    Form("cudnn", _cudnn, "sm_80", cudnn_why_not),
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
     Form("xla", _in_jnp),
 )

@@ -135,16 +135,6 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     return y.astype(dtype), s
 
 
-def _kernels(x, weight, bias, residual, x_bias, gate, *, centered, eps):
-    return _norm(centered, eps, x, residual, weight, bias, x_bias, gate)
-
-
-FORMS = (
-    Form("general", _kernels, "sm_80", tiles.why_not, tiles.why_slower),
-    Form("xla", _reference),
-)
-
-
 def _check(x, weight, bias, residual, x_bias, gate):
     """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
@@ -169,13 +159,13 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _norm(centered, eps, x, residual, weight, bias, x_bias, gate):
+@functools.partial(custom_vjp, nondiff_argnums=(6, 7))
+def _norm(x, weight, bias, residual, x_bias, gate, centered, eps):
     """(y, s); s is None without a residual."""
-    return _save(centered, eps, x, residual, weight, bias, x_bias, gate)[0]
+    return _save(x, weight, bias, residual, x_bias, gate, centered, eps)[0]
 
 
-def _save(centered, eps, x, residual, weight, bias, x_bias, gate):
+def _save(x, weight, bias, residual, x_bias, gate, centered, eps):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
     (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
@@ -184,8 +174,13 @@ def _save(centered, eps, x, residual, weight, bias, x_bias, gate):
 
 def _gradients(centered, _, saved, cotangents):
     (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, *gradients = backward(centered, x, stats, dy, ds, *others)
-    return dx.astype(dy.dtype), None if ds is None else dx, *gradients
+    dx, dweight, dbias, *gradients = backward(centered, x, stats, dy, ds, *others)
+    return dx.astype(dy.dtype), dweight, dbias, None if ds is None else dx, *gradients
 
 
 _norm.defvjp(_save, _gradients)
+
+FORMS = (
+    Form("general", _norm, "sm_80", tiles.why_not, tiles.why_slower),
+    Form("xla", _reference),
+)
