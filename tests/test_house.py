@@ -98,7 +98,7 @@ def test_imports_run_in_one_direction():
 # Lower a limit when its count falls; a change that must raise one says why.  Lines are rounded up
 # to the next hundred.
 MOST = {
-    "lines of pallas_kernels without bench, explain and torch": 13_100,
+    "lines of pallas_kernels without bench, explain and torch": 13_000,
     "lines of pallas_kernels/torch": 1_300,
     "lines of jaxllm": 15_000,
     "public names of pallas_kernels": 20,

@@ -30,7 +30,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
 from pallas_kernels.activations.elementwise import elementwise, sigmoid
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 # From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
@@ -144,12 +144,7 @@ def swiglu_backward(saved, apply):
     return tuple(apply(swiglu_backward_tile, *saved))
 
 
-@custom_vjp
-def _swiglu(gate, up):
-    return swiglu_forward(gate, up)[0]
-
-
-_swiglu.defvjp(
+_swiglu = with_gradient(
     swiglu_forward,
     lambda saved, dy: swiglu_backward(saved, _elementwise("swiglu_backward", dy)),
 )
@@ -181,12 +176,7 @@ def _plus(x, bias):
     return checkpoint_name(x + bias.astype(x.dtype), "gelu")
 
 
-@custom_vjp
-def _gelu(x, bias):
-    return gelu_forward(x, bias)[0]
-
-
-_gelu.defvjp(
+_gelu = with_gradient(
     gelu_forward, lambda saved, dy: gelu_backward(saved, _elementwise("gelu_backward", dy))
 )
 

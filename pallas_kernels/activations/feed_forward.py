@@ -44,7 +44,7 @@ from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import TILE, cast, cast_results, maxima, named, norms
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -160,13 +160,8 @@ def why_not(x, up, down, gate, bias, **options) -> str | None:
     )
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _activated(gated, inputs, down):
-    """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
-    return _activated_forward(gated, inputs, down)[0]
-
-
 def _activated_forward(gated, inputs, down):
+    """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
     h, saved = (activation.swiglu_forward if gated else activation.gelu_forward)(*inputs)
     return h @ down, (saved, h, down)
 
@@ -186,7 +181,7 @@ def _activated_backward(gated, saved, dy):
     return list(backward(saved, multiply)), d_down
 
 
-_activated.defvjp(_activated_forward, _activated_backward)
+_activated = with_gradient(_activated_forward, _activated_backward, nondiff_argnums=(0,))
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -210,11 +205,6 @@ def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
 # ---- fp8 ----------------------------------------------------------------------------------------
 
 _cast = functools.partial(cast, dtype=linear.FORWARD, kernel=True)
-
-
-@custom_vjp
-def _fp8(x, up, down, gate, bias, row_norm, totals):
-    return _fp8_forward(x, up, down, gate, bias, row_norm, totals)[0]
 
 
 def _fp8_forward(x, up, down, gate, bias, row_norm, totals):
@@ -255,7 +245,7 @@ def _fp8_backward(saved, dy):
     return functools.reduce(jnp.add, dx), d_up, d_down, d_gate, dbias, None, totals
 
 
-_fp8.defvjp(_fp8_forward, _fp8_backward)
+_fp8 = with_gradient(_fp8_forward, _fp8_backward)
 
 
 # Each activation has a function of what its kernels begin with: (casts of x and of the weights, the

@@ -36,7 +36,7 @@ from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
@@ -237,12 +237,6 @@ def _in_jnp(operands, segment_ids, **options):
     return attention_reference(*split(operands), segment_ids=segment_ids, **options)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(4, 5))
-def masked_reference(q, k, v, mask, scale, softcap):
-    """(out, lse) for any mask that broadcasts to (B, K, H/K, T, S)."""
-    return _reference_forward(q, k, v, mask, scale, softcap)[0]
-
-
 def _logits(q, k, mask, scale, softcap):
     """(logits (B, K, G, T, S), -inf where masked; d logits / d(scale q k^T), None for 1)."""
     x = _einsum("btkgd,bskd->bkgts", q, k) * scale
@@ -263,6 +257,7 @@ def _grouped(x, kv_heads):
 
 
 def _reference_forward(q, k, v, mask, scale, softcap):
+    """((out, lse), what its gradient needs), for any mask that broadcasts to (B, K, H/K, T, S)."""
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
@@ -296,7 +291,7 @@ def _reference_backward(scale, softcap, saved, cotangents):
     return dq.reshape(b, t, h, d), dk, dv, None
 
 
-masked_reference.defvjp(_reference_forward, _reference_backward)
+masked_reference = with_gradient(_reference_forward, _reference_backward, nondiff_argnums=(4, 5))
 
 # ---- kernels ---------------------------------------------------------------------------------
 
@@ -322,13 +317,11 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     return (out, lse[:, :, :t]) if return_lse else out
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(2, 3, 4))
-def _attention(arrays, segments, call, heads, with_lse):
-    """(O, lse).  arrays: (q, k, v), or with `heads` the only array, which holds all three."""
-    return _attention_forward(arrays, segments, call, heads, with_lse)[0]
-
-
 def _attention_forward(arrays, segments, call, heads, with_lse):
+    """((O, lse), what the backward pass needs).
+
+    arrays: (q, k, v), or with `heads` the only array, which holds all three.
+    """
     q, k, v = arrays if heads is None else arrays * 3
     forward_of = general.forward if call.general else forward
     results = forward_of(q, k, v, segments, call=call, heads=heads)
@@ -370,7 +363,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=
     return (mosaic.in_place(lambda ref, *x: last(*x, ref, **options), dq, *others),)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3, 4))
 
 
 # Only an H100 has run the general form, so cuDNN stands before it.

@@ -21,7 +21,6 @@ Each direction reads and writes every element once.
 kernels.py has the kernels; tiles.py decides which rows a block takes.
 """
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.kernels import backward, forward, name_of
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
@@ -159,13 +158,8 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(6, 7))
-def _norm(x, weight, bias, residual, x_bias, gate, centered, eps):
-    """(y, s); s is None without a residual."""
-    return _save(x, weight, bias, residual, x_bias, gate, centered, eps)[0]
-
-
 def _save(x, weight, bias, residual, x_bias, gate, centered, eps):
+    """((y, s), what the backward pass needs); s is None without a residual."""
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
     (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
@@ -178,7 +172,7 @@ def _gradients(centered, _, saved, cotangents):
     return dx.astype(dy.dtype), dweight, dbias, None if ds is None else dx, *gradients
 
 
-_norm.defvjp(_save, _gradients)
+_norm = with_gradient(_save, _gradients, nondiff_argnums=(6, 7))
 
 FORMS = (
     Form("general", _norm, "sm_80", tiles.why_not, tiles.why_slower),
