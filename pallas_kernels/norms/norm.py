@@ -21,7 +21,6 @@ Each direction reads and writes every element once.
 kernels.py has the kernels; tiles.py decides which rows a block takes.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
