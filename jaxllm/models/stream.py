@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from jaxllm.layers import LayerNorm, RMSNorm
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.norm import Norm
 
 
 class Stream(NamedTuple):
@@ -27,9 +27,7 @@ class Stream(NamedTuple):
         x = x if self.bias is None else x + self.bias.astype(x.dtype)
         return self.residual + x.astype(self.residual.dtype)
 
-    def normed(
-        self, norm: LayerNorm | RMSNorm
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+    def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) for the sum s, in one pass."""
         if self.branch is None:
             return norm(self.residual), self.residual
