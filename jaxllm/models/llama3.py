@@ -10,8 +10,7 @@ from flax import nnx
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
 from jaxllm.layers.layer import Layer
-from jaxllm.models.language_model import LanguageModel, block_weights
-from jaxllm.models.stream import Stream, of_row
+from jaxllm.models.language_model import LanguageModel, Stream, block_weights, of_row
 from pallas_kernels import RopeScaling
 
 

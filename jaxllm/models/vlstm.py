@@ -8,8 +8,7 @@ from flax import nnx
 from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
 from jaxllm.layers.layer import Layer
-from jaxllm.models.language_model import LanguageModel, block_weights
-from jaxllm.models.stream import Stream, of_row
+from jaxllm.models.language_model import LanguageModel, Stream, block_weights, of_row
 
 
 class VLSTMBlock(Layer):

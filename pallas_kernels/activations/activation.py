@@ -28,8 +28,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
-from pallas_kernels.activations.elementwise import elementwise, sigmoid
+from pallas_kernels.activations.elementwise import elementwise
 from pallas_kernels.dispatch import Form
+from pallas_kernels.mosaic import sigmoid
 from pallas_kernels.options import checked, with_gradient
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
@@ -122,6 +123,14 @@ def swiglu_backward_tile(gate, up, dy):
     s = sigmoid(gate)
     silu = gate * s
     return dy * up * (s + silu * (1 - s)), dy * silu
+
+
+def finished(activation, ys, biases, residual):
+    """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
+    ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+    tile = {"gelu": gelu_forward_tile, "swiglu": swiglu_forward_tile}.get(activation)
+    (y,) = tile(*ys) if tile else ys
+    return y if residual is None else y + residual
 
 
 # ---- both passes -------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import activation, matmul_epilogue
-from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
@@ -273,7 +272,7 @@ def _swiglu_inputs(x, gate, up, row_norm):
 
 def _factors(g, u):
     """swiglu(g, u) and its factors."""
-    silu = g * sigmoid(g)
+    silu = g * mosaic.sigmoid(g)
     return silu * u, u, silu
 
 
