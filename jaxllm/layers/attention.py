@@ -226,7 +226,7 @@ def _filled(k, v, cache):
 def _to_float8(x, seen):
     """(x / scale as float8, scale (B, K)) of keys or values (B, T, K, D).
 
-    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: those of
+    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: numbers of
     later tokens, which are clipped there, may be 16 times as large.  A number keeps three bits
     of its mantissa down to 1/1792 of the prompt's largest.
     """

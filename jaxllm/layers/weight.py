@@ -131,8 +131,7 @@ class Transposed:
         """x W + bias of a single row x, summed in float32."""
         terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
         if bias is not None:
-            # The bias is part of the first term, because XLA gives a sum's other operands a kernel
-            # of their own.
+            # The bias is part of the first term: XLA would add it in another kernel.
             terms += jnp.where(jnp.arange(x.shape[-1]) == 0, bias[:, None], 0)
         return terms.sum(-1).astype(dtype)
 

@@ -258,7 +258,7 @@ def _existing(p: RowPlan, turn):
 
 
 def _fetch(p: RowPlan, weight: _Weight, n, turn):
-    """The words, scales and offsets of a turn; past the last turn those of the last one."""
+    """The words, scales and offsets of a turn; past the last turn, the last turn's again."""
     turn, parts = _existing(p, turn), weight.words.shape[2]
     steps = pl.ds(turn * TURN, TURN)
     words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
