@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 
 _TILE = 32  # places of one token that one block sums: 64 took 4% longer (docs/performance.md)
 _IN_FLIGHT = 4  # rows of a run that are loaded together; with 8 fewer blocks fit an SM
@@ -274,9 +274,8 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(3,))
-def _encoder(tokens, wte, wpe, dtype):
-    return _forward(tokens, wte, wpe, dtype)
+def _encoder_forward(tokens, wte, wpe, dtype):
+    return _forward(tokens, wte, wpe, dtype), (tokens, wte, wpe)
 
 
 def _encoder_backward(dtype, saved, dy):
@@ -288,14 +287,10 @@ def _encoder_backward(dtype, saved, dy):
     return None, dwte, dwpe
 
 
-_encoder.defvjp(lambda *args: (_encoder(*args), args[:3]), _encoder_backward)
-
-
-def _kernels(tokens, wte, wpe, *, dtype):
-    return _encoder(tokens, wte, wpe, dtype)
+_encoder = with_gradient(_encoder_forward, _encoder_backward, nondiff_argnums=(3,))
 
 
 FORMS = (
-    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("general", _encoder, "sm_80", why_not, why_slower),
     Form("xla", encoder_reference),
 )

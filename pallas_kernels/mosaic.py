@@ -245,6 +245,11 @@ def along(vector, shape, axis: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
+def sigmoid(z):
+    """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
+    return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
+
+
 def check_axes(axes: str, **arrays) -> None:
     """Raises ValueError unless every array has as many axes as `axes` names ("B T H D")."""
     names = axes.split()

@@ -41,6 +41,17 @@ class custom_vjp(jax.custom_vjp):
         super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
 
 
+def with_gradient(forward: Callable, backward: Callable, nondiff_argnums=()) -> custom_vjp:
+    """The function whose results are forward's first ones, with these rules of `custom_vjp`.
+
+    forward: f(*args) -> (results, what backward needs).
+    """
+    run = functools.wraps(forward)(lambda *args: forward(*args)[0])
+    op = custom_vjp(run, nondiff_argnums=nondiff_argnums)
+    op.defvjp(forward, backward)
+    return op
+
+
 def checked[Op: Callable](op: Op) -> Op:
     """Converts the options of `op` to the types of their annotations, NumPy's floats to JAX's, and
     weak types, which one form might round to another array's dtype, to strong ones.

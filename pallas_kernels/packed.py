@@ -52,6 +52,23 @@ class Packed:
         return [x.reshape(y.shape) for x, y in zip(parts, self.shapes(), strict=True)]
 
 
+def operands_of(q, others: dict, parts: Sequence[str]) -> Packed | tuple:
+    """q if it is a `Packed`, whose parts have these names; otherwise (q, *others).
+
+    Raises ValueError unless q is packed and `others`, by name, are all None, or neither.
+    """
+    names = " and ".join(others)
+    if isinstance(q, Packed):
+        if any(x is not None for x in others.values()):
+            nothing = " and ".join(f"{name}=None" for name in others)
+            raise ValueError(f"q is packed with {names}: pass {nothing}")
+        q.check(*parts)
+        return q
+    if any(x is None for x in others.values()):
+        raise ValueError(f"q is not packed: pass {names}, too")
+    return q, *others.values()
+
+
 def shapes(operands: Packed | tuple) -> Sequence:
     """The operands, or of a `Packed` their shapes and dtypes."""
     return operands.shapes() if isinstance(operands, Packed) else operands

@@ -6,7 +6,7 @@
 
 `full` and `free` hold one barrier a slot.  A barrier's round n // slots belongs to step n, so every
 step that is sent must be waited for, and released by every reader, in order.  The loader may be a
-reader; then it must release a step before it waits for the others to do so, or it waits for itself.
+reader; then it must release a step before it waits for the other readers, or it waits for itself.
 A ring with a single reader, who also loads, needs no `free`: plgpu.commit_smem() after the reads.
 """
 

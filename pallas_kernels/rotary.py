@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked, custom_vjp
-from pallas_kernels.packed import Packed, shapes, split
+from pallas_kernels.options import checked, with_gradient
+from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 Layout = Literal["half", "interleaved"]
 
@@ -74,13 +74,7 @@ def rope(
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
     under implementation="mosaic" for dtypes other than fp32, bf16 and fp16, and for "interleaved".
     """
-    operands = q if isinstance(q, Packed) else (q, k)
-    if isinstance(q, Packed):
-        if k is not None:
-            raise ValueError("q is packed with k: pass k=None")
-        q.check("q", "k", "v")
-    elif k is None:
-        raise ValueError("k is missing: pass it, or q as Packed")
+    operands = operands_of(q, dict(k=k), "qkv")
     of_q, of_k, *_ = shapes(operands)
     positions = _check(of_q, of_k, positions)
     options = dict(theta=theta, scaling=scaling, layout=layout)
@@ -272,14 +266,10 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
             mosaic.store(half(y_ref, i, j), value)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rope(theta, scaling, in_place, arrays, positions):
-    return _rotate(theta, scaling, in_place, arrays, positions)
-
-
-_rope.defvjp(
-    lambda *args: (_rope(*args), args[-1]),
+_rope = with_gradient(
+    lambda *args: (_rotate(*args), args[-1]),
     lambda *args: (_rotate(*args[:3], args[4], args[3], backward=True), None),
+    nondiff_argnums=(0, 1, 2),
 )
 
 

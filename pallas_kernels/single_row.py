@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations.activation import gelu_reference
+from pallas_kernels.activations.activation import finished, gelu_reference
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms.norm import rsqrt
 from pallas_kernels.options import checked
@@ -328,7 +328,7 @@ def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **sm
 
     def finish(sums):
         for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
-            mosaic.store(out.at[rows], gemv.finished(p.activation, ys, biases, residual))
+            mosaic.store(out.at[rows], finished(p.activation, ys, biases, residual))
 
     if p.wgs == 1:
         finish(sums)

@@ -9,11 +9,9 @@ in W's dtype, then read it and the sum: 12 bytes a parameter of bf16, 16 of floa
 matmul of dW adds to the sum's own buffer (cuBLASLt's C with beta = 1), and dW is never rounded.
 """
 
-import functools
-
 import jax
 
-from pallas_kernels.options import custom_vjp
+from pallas_kernels.options import with_gradient
 
 
 def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:
@@ -25,13 +23,10 @@ def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax
     return weight if total is None else _summed(weight, total, adds)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(2,))
-def _summed(weight, total, adds):
-    return weight
-
-
 def _backward(adds, total, dw):
     return None, total + dw.astype(total.dtype) if adds else dw.astype(total.dtype)
 
 
-_summed.defvjp(lambda weight, total, adds: (weight, total), _backward)
+_summed = with_gradient(
+    lambda weight, total, adds: (weight, total), _backward, nondiff_argnums=(2,)
+)

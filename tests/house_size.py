@@ -1,4 +1,7 @@
-"""Counts the size of the code: `python tests/house_size.py [CHECKOUT]`; test_house.py limits it."""
+"""Counts the size of the code: `python tests/house_size.py [CHECKOUT]`; test_house.py limits it.
+
+The files that a training step and a generated token run are counted in house_walks.py.
+"""
 
 import ast
 import sys
@@ -72,5 +75,10 @@ def counts(root: Path = ROOT) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for name, count in counts(Path(sys.argv[1]) if sys.argv[1:] else ROOT).items():
+    from house_walks import walks
+
+    root = Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT
+    for name, count in counts(root).items():
         print(f"{count:6} {name}")
+    for name, files in walks(root).items():
+        print(f"{len(files):6} {name}")

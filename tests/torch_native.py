@@ -9,7 +9,8 @@
 Several groups or cases may follow each other (`jax:rope op:rope`).  Each group takes at most 150 s
 with two GPUs: checks share both, and timed cases of one lane run one after the other on one GPU.
 The checks of ops are in torch_native_ops.py, of calls in torch_native_checks.py, the timings in
-torch_native_timings.py.  --out FOLDER keeps all that was found in torch_native.jsonl.
+torch_native_timings.py, what is printed of them in torch_native_tables.py.  --out FOLDER keeps all
+that was found in torch_native.jsonl.
 Needs H100s or H200s, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import torch_native_checks as checks
 import torch_native_ops as ops
+import torch_native_tables as tables
 import torch_native_timings as timings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -157,7 +159,7 @@ def main():
         at_once = AT_ONCE if name == "checks" else len(devices)
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(lane, lanes, places[: len(lanes)]))
-        for line in timings.TABLES.get(name, lambda _: [])(results):
+        for line in tables.TABLES.get(name, lambda _: [])(results):
             print(line)
     bad = [spec for spec, found in results.items() if wrong(found)]
     print(f"{len(results)} cases, {len(bad)} wrong: {bad}; {time.time() - begin:.0f} s")

@@ -1,12 +1,11 @@
 """Timings of pallas_kernels.torch on a GPU, beside PyTorch, mlstm_kernels and JAX.
 
 Each case is a function that returns what it measured; torch_native.py runs them, each in its own
-process, and prints TABLES.
+process, and torch_native_tables.py prints them side by side.
 """
 # ruff: noqa: B023  (functions are called in the round of the loop that makes them)
 
 import json
-import os
 import sys
 import time
 
@@ -388,104 +387,3 @@ def _kernels_ms(f, n=10):
             torch.cuda.synchronize()
         found.append(sum(x.self_device_time_total for x in profile.key_averages()) / n / 1e3)
     return round(sorted(found)[1], 4)
-
-
-def _ops_table(results):
-    """PyTorch's GPU time relative to JAX's; the goal is at most 1.03."""
-    by = {"torch": {}, "jax": {}}
-    for spec, found in results.items():
-        if spec.startswith("gpu_times:"):
-            by[spec.split(":")[1]] |= found.get("times", {})
-    heads = [f"{f'torch {k}':>9} {f'jax {k}':>9} {'ratio':>6}" for k in ("f", "fb")]
-    yield f"{'ms of the GPU':22} {' '.join(heads)}"
-    for name in TIMES:
-        t, j = (by[how].get(name, {"FAILED": "no result"}) for how in ("torch", "jax"))
-        if "FAILED" in t | j:
-            yield f"{name:22} torch {t}, jax {j}"
-            continue
-        cells = [f"{t[k]:9.4f} {j[k]:9.4f} {t[k] / j[k]:6.3f}" for k in ("f", "fb")]
-        yield f"{name:22} {' '.join(cells)}"
-
-
-def _llama_table(results):
-    """Losses side by side, and the largest difference from eager mode's."""
-    runs = {k.split(":")[1]: v for k, v in results.items() if k.startswith("llama:") and "ms" in v}
-    yield f"{'loss at step':14}" + "".join(f"{how:>10}" for how in runs)
-    for step in (0, 1, 2, 5, 10, 20, 30, 40, 49):
-        yield f"{step:14}" + "".join(f"{run['losses'][step]:10.5f}" for run in runs.values())
-    for how, run in runs.items():
-        eager = runs.get("eager", run)["losses"]
-        apart = [abs(a - b) for a, b in zip(run["losses"], eager, strict=True)]
-        yield (
-            f"{how}: {run['ms']} ms a step, {run['GiB']} GiB, first step {run['first_s']} s,"
-            f" largest difference from eager {max(apart):.5f} at step {apart.index(max(apart))}"
-        )
-
-
-def _vlstm_table(results):
-    """Milliseconds, and how many times as fast ours is."""
-    for spec, found in results.items():
-        if not spec.startswith("vlstm:") or "fb" not in found:
-            continue
-        ours = {k: found[k] for k in ("f", "fb", "fb_graph")}
-        yield f"{spec} {VLSTMS[spec[6:]]}: {ours}"
-        for chunk in (128, 256):
-            own = {k[len(f"xl{chunk}_") :]: v for k, v in found.items() if f"xl{chunk}" in k}
-            if "fb" in own:
-                ratios = [round(own[k] / found[k], 2) for k in ("f", "fb")]
-                yield f"    mlstm_kernels xl, chunk {chunk}: {own}; ours is {ratios} times as fast"
-        yield from (
-            f"    {k}: {found[k]}" for k in ("mlstm_kernels", "xl128", "xl256") if k in found
-        )
-
-
-def case_probe():
-    """The riskiest steps alone: the plugin, its C functions, one kernel compiled and launched."""
-    import importlib.util
-    import shutil
-
-    import torch
-
-    found = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-    }
-    found["gpu"] = torch.cuda.get_device_name()
-    import jax
-    import jaxlib
-
-    found |= {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "ptxas": shutil.which("ptxas")}
-    from jax._src import lib
-
-    found["cuda_path"] = str(lib.cuda_path)
-    for name in ("jax_plugins", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12", "transformers"):
-        try:
-            spec = importlib.util.find_spec(name)
-            found[name] = spec and str(spec.origin or list(spec.submodule_search_locations))
-        except Exception as error:
-            found[name] = repr(error)
-    try:
-        import transformers
-
-        found["transformers"] = transformers.__version__
-    except Exception as error:
-        found["transformers"] = repr(error)[:200]
-    import pallas_kernels.torch as pk
-
-    x = torch.randn(64, 1024, device="cuda").bfloat16()
-    w = torch.ones(1024, device="cuda")
-    start = time.time()
-    y = pk.rms_norm(x, w)
-    torch.cuda.synchronize()
-    found["rms_norm_s"] = round(time.time() - start, 2)
-    found["rms_norm_error"] = float(
-        (y.float() - torch.nn.functional.rms_norm(x.float(), (1024,))).abs().max()
-    )
-    found["env"] = {
-        k: v for k, v in os.environ.items() if "MOSAIC" in k or "XLA" in k or "JAX" in k
-    }
-    return found
-
-
-TABLES = {"ops": _ops_table, "llama": _llama_table, "vlstm": _vlstm_table}

@@ -13,7 +13,6 @@ from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
     FORMATS,
     MODEL_CONFIGS,
-    AttentionConfig,
     GPT2Config,
     Llama3Config,
     Lora,
@@ -41,7 +40,6 @@ __all__ = [
     "LARGEST_BPE",
     "MODEL_CONFIGS",
     "SMALLEST_BPE",
-    "AttentionConfig",
     "Config",
     "DataConfig",
     "GPT2Config",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +161,8 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    programs = _programs(graph, slots, float8_cache, config.temperature, config.top_k, top_p)
+    options = (float8_cache, config.temperature, config.top_k, top_p)
+    first, further = _programs(graph, slots, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -170,13 +170,11 @@ def stream_tokens(
     samples = samples or [(row, 0) for row in range(len(prompts))]
     streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
-    token, arrays = programs.first(params, matrices, tokens, lengths, streams)
+    token, arrays = first(params, matrices, tokens, lengths, streams)
     pending, left = token[None], config.tokens
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * size)
-        pending, token, arrays = programs.further(
-            params, matrices, token, arrays, number, lengths, streams
-        )
+        pending, token, arrays = further(params, matrices, token, arrays, number, lengths, streams)
         yield from _checked(ready)
         left -= len(ready)
     yield from _checked(pending)[:left]
@@ -190,15 +188,10 @@ def _checked(tokens: jax.Array) -> np.ndarray:
     return found
 
 
-class _Programs(NamedTuple):
-    first: Callable
-    further: Callable
-
-
 @lru_cache(maxsize=16)
 def _programs(
     graph: nnx.GraphDef, size: int, float8: bool, temperature: float, top_k: int, top_p: float
-) -> _Programs:
+) -> tuple[Callable, Callable]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.
@@ -253,7 +246,7 @@ def _programs(
         token, tokens, arrays = jax.lax.fori_loop(0, block, step, (token, tokens, arrays))
         return tokens, token, arrays
 
-    return _Programs(first, further)
+    return first, further
 
 
 def in_compute_dtype(

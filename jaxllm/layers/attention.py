@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
-from jaxllm.layers.cache import Cache, no_segments
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
@@ -18,7 +19,7 @@ from jaxllm.layers.linear import (
     linear_of_row,
     takes_row,
 )
-from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
+from jaxllm.layers.norm import HEADS, Norm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, rms_norm, rope
 from pallas_kernels.dispatch import Implementation
@@ -86,7 +87,7 @@ class Attention(Layer):
         segment_ids: Integer[Ids, "B T"] | None = None,
         *,
         add_bias: bool = True,
-        norm: LayerNorm | RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> Float[Array, "B T C"]:
         """Applies the layer; (B, T, C) -> (B, T, C).
 
@@ -95,38 +96,40 @@ class Attention(Layer):
         add_bias: False leaves the bias of `out` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
-        return self.with_cache(x, positions, segment_ids, None, add_bias=add_bias, norm=norm)[0]
+        B, T, _ = x.shape
+        if self.rope_theta is None:
+            positions = None
+        elif positions is None:
+            positions = jnp.arange(T)
+        qkv = fused_linear(x, self.q, self.k, self.v, norm=norm).reshape(B, T, -1, self.head_dim)
+        specs = HEADS, _spec(positions), P(BATCH, None), P()
+        op = per_device(self._attend, in_specs=specs, out_specs=HEADS)
+        y = op(qkv, positions, segment_ids, self._norm_weights())
+        return self.out(y.reshape(B, T, -1), add_bias=add_bias)
 
     def with_cache(
         self,
         x: Float[Array, "B T C"],
         positions: Integer[Ids, "..."] | None,
-        segment_ids: Integer[Ids, "B T"] | None,
-        cache: Cache | None,
+        cache: Cache,
         *,
         add_bias: bool = True,
-        norm: LayerNorm | RMSNorm | None = None,
-    ) -> tuple[Float[Array, "B T C"], Cache | None]:
-        """(y, updated cache); without a cache the same as `__call__`.
+    ) -> tuple[Float[Array, "B T C"], Cache]:
+        """(y, updated cache) of the prompts, in the first call, or of one further token per row.
 
         positions: not read for one further token per row: its slot in the cache is its position.
-        segment_ids: not supported with a cache.
         """
-        no_segments(cache, segment_ids)
-        B, T, _ = x.shape
-        if positions is None:
-            positions = jnp.arange(T)
-        if cache is None:
-            qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
-            qkv = qkv.reshape(B, T, -1, self.head_dim)
-            rotary = None if self.rope_theta is None else positions
-            specs = HEADS, _spec(rotary), P(BATCH, None), P()
-            op = per_device(self._attend, in_specs=specs, out_specs=HEADS)
-            y = op(qkv, rotary, segment_ids, self._norm_weights())
+        q, k, v = self._by_head([layer(x) for layer in (self.q, self.k, self.v)])
+        if cache.arrays is not None:
+            y, cache = self._attend_to_cache(q, k, v, cache)
         else:
-            qkv = [layer(x) for layer in (self.q, self.k, self.v)]
-            y, cache = self._generate(qkv, positions, cache)
-        return self.out(y.reshape(B, T, -1), add_bias=add_bias), cache
+            if self.rope_theta is not None:
+                positions = jnp.arange(x.shape[1]) if positions is None else positions
+                specs = HEADS, HEADS, _spec(positions)
+                q, k = per_device(self._rotate, specs, (HEADS, HEADS))(q, k, positions)
+            y = per_device(self._mix, (HEADS, HEADS, HEADS), HEADS)(q, k, v)
+            cache = replace(cache, arrays=_filled(k, v, cache))
+        return self.out(y.reshape(*x.shape[:2], -1), add_bias=add_bias), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -135,7 +138,7 @@ class Attention(Layer):
     def of_row(
         self,
         x: Float[Array, "1 1 C"],
-        norm: LayerNorm | RMSNorm,
+        norm: Norm,
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
@@ -164,22 +167,16 @@ class Attention(Layer):
             qkv = jnp.concatenate((q, k, v), axis=2)
         packed = Packed(qkv.reshape(b, t, n * d), ((n - 2 * kv, d), (kv, d), (kv, d)))
         if self.rope_theta is not None:
-            packed = rope(
-                packed,
-                None,
-                positions,
-                theta=self.rope_theta,
-                scaling=self.rope_scaling,
-                implementation=self.implementation,
-            )
-        y = attention(
-            packed,  # pyrefly: ignore[bad-argument-type]
-            window=self.window,
-            segment_ids=segment_ids,
-            softcap=self.softcap,
-            implementation=self.implementation,
-        )
-        return split_sequence(y)  # pyrefly: ignore[bad-argument-type]
+            packed = self._rotate(packed, None, positions)
+        return split_sequence(self._mix(packed, segment_ids=segment_ids))
+
+    def _rotate(self, q, k, positions) -> Any:
+        options: dict = dict(theta=self.rope_theta, scaling=self.rope_scaling)
+        return rope(q, k, positions, **options, implementation=self.implementation)
+
+    def _mix(self, q, k=None, v=None, **options) -> Any:
+        options |= dict(window=self.window, softcap=self.softcap)
+        return attention(q, k, v, **options, implementation=self.implementation)
 
     def _by_head(self, qkv):
         """q, k and v (B, T, heads, D); q and k are normalized if the layer has norms."""
@@ -188,30 +185,6 @@ class Attention(Layer):
             op = per_device(self._normed, in_specs=(HEADS, P()), out_specs=HEADS)
             q, k = map(op, (q, k), self._norm_weights())
         return q, k, v
-
-    def _generate(self, qkv, positions, cache):
-        """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""
-        q, k, v = self._by_head(qkv)
-        if cache.arrays is not None:
-            return self._attend_to_cache(q, k, v, cache)
-        if self.rope_theta is not None:
-            rotate = partial(
-                rope,
-                theta=self.rope_theta,
-                scaling=self.rope_scaling,
-                implementation=self.implementation,
-            )
-            q, k = per_device(
-                rotate, in_specs=(HEADS, HEADS, _spec(positions)), out_specs=(HEADS, HEADS)
-            )(q, k, positions)
-        op = partial(
-            attention,
-            window=self.window,
-            softcap=self.softcap,
-            implementation=self.implementation,
-        )
-        y = per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
-        return y, replace(cache, arrays=_filled(k, v, cache))
 
     def _attend_to_cache(self, q, k, v, cache):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
@@ -253,7 +226,7 @@ def _filled(k, v, cache):
 def _to_float8(x, seen):
     """(x / scale as float8, scale (B, K)) of keys or values (B, T, K, D).
 
-    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: those of
+    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: numbers of
     later tokens, which are clipped there, may be 16 times as large.  A number keeps three bits
     of its mantissa down to 1/1792 of the prompt's largest.
     """

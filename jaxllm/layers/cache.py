@@ -25,9 +25,3 @@ class Cache:
     size: int = field(metadata=dict(static=True))
     float8: bool = field(default=False, metadata=dict(static=True))
     arrays: tuple[jax.Array, ...] | None = None
-
-
-def no_segments(cache: Cache | None, segment_ids) -> None:
-    """Raises ValueError for segments with a cache, in which each row is one text."""
-    if cache is not None and segment_ids is not None:
-        raise ValueError("segment_ids do not go with a cache: pass one text a row")

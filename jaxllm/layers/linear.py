@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.config import Lora
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.norm import LayerNorm, RMSNorm
+from jaxllm.layers.norm import Norm
 from jaxllm.layers.weight import (
     Adapter,
     Dense,
@@ -119,9 +119,6 @@ class Linear(Layer):
         """The weight as row_linear takes it, or None."""
         return self.held.row if self.adapter is None else None
 
-    def plus_bias(self, y: Float[Array, "... out"]) -> Float[Array, "... out"]:
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
-
 
 def fused_linear(
     x: Float[Array, "... in"], *layers: Linear, dtype=None, norm=None
@@ -180,7 +177,7 @@ def takes_row(x: Float[Array, "... in"], *layers: Linear, norm: bool = False) ->
 def linear_of_row(
     x: Float[Array, "... in"],
     *layers: Linear,
-    norm: LayerNorm | RMSNorm | None = None,
+    norm: Norm | None = None,
     activation: Activation | None = None,
     residual: Float[Array, "... out"] | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:

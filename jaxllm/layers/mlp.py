@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
-from jaxllm.layers.norm import LayerNorm, RMSNorm
+from jaxllm.layers.norm import Norm
 from jaxllm.layers.weight import TOKENS, Float8
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
@@ -44,7 +44,7 @@ class MLP(Layer):
         x: Float[Array, "B T C"],
         *,
         add_bias: bool = True,
-        norm: LayerNorm | RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> Float[Array, "B T C"]:
         """Applies the layer.
 
@@ -52,8 +52,8 @@ class MLP(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         if self.up.joins and _in_one_op(x, self.up):
-            y = _whole(x, self.up, self.down, norm=norm)
-            return self.down.plus_bias(y) if add_bias else y
+            y, bias = _whole(x, self.up, self.down, norm=norm), self.down.bias
+            return y + bias[...].astype(y.dtype) if add_bias and bias is not None else y
         if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
         else:
@@ -74,7 +74,7 @@ class MLP(Layer):
         """Whether `of_row` applies to x."""
         return takes_row(x, self.up, norm=True) and takes_row(x, self.down)
 
-    def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
+    def of_row(self, x: Float[Array, "1 1 C"], norm: Norm) -> Float[Array, "1 1 C"]:
         """x + layer(norm(x)) of a single row, in generation."""
         (hidden,) = linear_of_row(x, self.up, norm=norm, activation="gelu")
         return linear_of_row(hidden, self.down, residual=x)[0]
@@ -101,7 +101,7 @@ class GatedMLP(Layer):
         self.implementation = implementation
 
     def __call__(
-        self, x: Float[Array, "B T C"], *, norm: LayerNorm | RMSNorm | None = None
+        self, x: Float[Array, "B T C"], *, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
         if all(w.joins for w in (self.gate, self.up, self.down)) and _in_one_op(x, self.up):
@@ -119,7 +119,7 @@ class GatedMLP(Layer):
         """Whether `of_row` applies to x."""
         return takes_row(x, self.gate, self.up, norm=True) and takes_row(x, self.down)
 
-    def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
+    def of_row(self, x: Float[Array, "1 1 C"], norm: Norm) -> Float[Array, "1 1 C"]:
         """x + layer(norm(x)) of a single row, in generation."""
         (hidden,) = linear_of_row(x, self.gate, self.up, norm=norm, activation="swiglu")
         return linear_of_row(hidden, self.down, residual=x)[0]
@@ -137,7 +137,7 @@ def _whole(
     down: Linear,
     *,
     gate: Linear | None = None,
-    norm: LayerNorm | RMSNorm | None = None,
+    norm: Norm | None = None,
 ) -> Float[Array, "B T C"]:
     """The whole layer in one op, without the bias of `down`."""
     layers = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})

@@ -18,11 +18,13 @@ HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
 _ROUNDING = 1.01  # of y to its dtype
 
 
-class LayerNorm(Layer):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis of (B, T, C).
+class Norm(Layer):
+    """What both norms over the last axis of (B, T, C) share; a subclass has the op.
 
     dtype: of y; None: of x.
     """
+
+    op: Any
 
     def __init__(
         self,
@@ -33,13 +35,23 @@ class LayerNorm(Layer):
         implementation: Implementation | None = None,
     ):
         self.weight = nnx.Param(jnp.ones(features), axes=())
-        self.bias = nnx.Param(jnp.zeros(features), axes=())
+        self.bias = nnx.Param(jnp.zeros(features), axes=()) if self.centered else None
         self.eps, self.dtype, self.implementation = eps, dtype, implementation
 
+    @property
+    def centered(self) -> bool:
+        """Whether it subtracts the mean; then it also adds a bias."""
+        return self.op is layer_norm
+
+    def _parameters(self) -> list[Float[Array, " C"]]:
+        return [p[...] for p in (self.weight, self.bias) if p is not None]
+
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = partial(layer_norm, eps=self.eps, implementation=self.implementation)
-        op = per_device(op, in_specs=(STREAM, P(), P()), out_specs=STREAM)
-        return op(x, self.weight[...], self.bias[...]).astype(self.dtype or x.dtype)
+        op = partial(self.op, eps=self.eps, implementation=self.implementation)
+        parameters = self._parameters()
+        specs = (STREAM, *[P()] * len(parameters))
+        y = per_device(op, in_specs=specs, out_specs=STREAM)(x, *parameters)
+        return y.astype(self.dtype or x.dtype)
 
     def add(
         self,
@@ -51,87 +63,39 @@ class LayerNorm(Layer):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-        op = lambda x, residual, weight, bias, x_bias: layer_norm(
-            x,
-            weight,
-            bias,
-            residual=residual,
-            x_bias=x_bias,
-            eps=self.eps,
-            implementation=self.implementation,
-        )
-        specs = (STREAM, STREAM, P(), P(), P())
+
+        def op(x, residual, x_bias, *parameters):
+            options = dict(residual=residual, x_bias=x_bias, eps=self.eps)
+            return self.op(x, *parameters, **options, implementation=self.implementation)
+
+        parameters = self._parameters()
+        specs = (STREAM, STREAM, P(), *[P()] * len(parameters))
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
-        y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
+        y, s = op(branch, residual, branch_bias, *parameters)
         return y.astype(self.dtype or branch.dtype), s
 
     def row_norm(self) -> Float[Array, ""]:
         """A number that the Euclidean norm of no row of y exceeds, float32, without a gradient."""
-        weight, bias = (_constant(p) for p in (self.weight, self.bias))
-        return _ROUNDING * (weight.size**0.5 * abs(weight).max() + jnp.sqrt((bias**2).sum()))
+        weight, *bias = (lax.stop_gradient(p.astype(jnp.float32)) for p in self._parameters())
+        most = weight.size**0.5 * abs(weight).max()
+        return _ROUNDING * sum((jnp.sqrt((b**2).sum()) for b in bias), most)
 
     def of_row(self) -> dict[str, Any]:
         """This norm as options of row_linear."""
-        weight, bias = self.weight[...], self.bias[...]
-        return dict(norm_weight=weight, norm_bias=bias, norm_eps=self.eps)
+        names = zip(("norm_weight", "norm_bias"), self._parameters(), strict=False)
+        return dict(names, norm_eps=self.eps, centered=self.centered)
 
 
-class RMSNorm(Layer):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C).
+class LayerNorm(Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis of (B, T, C)."""
 
-    dtype: of y; None: of x.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        *,
-        eps: float = 1e-5,
-        dtype=None,
-        implementation: Implementation | None = None,
-    ):
-        self.weight = nnx.Param(jnp.ones(features), axes=())
-        self.eps, self.dtype, self.implementation = eps, dtype, implementation
-
-    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = partial(rms_norm, eps=self.eps, implementation=self.implementation)
-        op = per_device(op, in_specs=(STREAM, P()), out_specs=STREAM)
-        return op(x, self.weight[...]).astype(self.dtype or x.dtype)
-
-    def add(
-        self,
-        branch: Float[Array, "B T C"],
-        residual: Float[Array, "B T C"],
-        branch_bias: Float[Array, " C"] | None = None,
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass.
-
-        branch_bias is added to the branch before, in the branch's dtype.
-        """
-        op = lambda x, residual, weight, x_bias: rms_norm(
-            x,
-            weight,
-            residual=residual,
-            x_bias=x_bias,
-            eps=self.eps,
-            implementation=self.implementation,
-        )
-        op = per_device(op, in_specs=(STREAM, STREAM, P(), P()), out_specs=(STREAM, STREAM))
-        y, s = op(branch, residual, self.weight[...], branch_bias)
-        return y.astype(self.dtype or branch.dtype), s
-
-    def row_norm(self) -> Float[Array, ""]:
-        """A number that the Euclidean norm of no row of y exceeds, float32, without a gradient."""
-        weight = _constant(self.weight)
-        return _ROUNDING * weight.size**0.5 * abs(weight).max()
-
-    def of_row(self) -> dict[str, Any]:
-        """This norm as options of row_linear."""
-        return dict(norm_weight=self.weight[...], norm_eps=self.eps, centered=False)
+    op = staticmethod(layer_norm)
 
 
-def _constant(parameter: nnx.Param) -> Float[Array, " C"]:
-    return lax.stop_gradient(parameter[...].astype(jnp.float32))
+class RMSNorm(Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C)."""
+
+    op = staticmethod(rms_norm)
 
 
 class HeadLayerNorm(Layer):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
-from jaxllm.layers.cache import Cache, no_segments
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
@@ -20,7 +20,7 @@ from jaxllm.layers.linear import (
     linear_of_row,
     takes_row,
 )
-from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
+from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
 from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
@@ -78,57 +78,35 @@ class VLSTMLayer(Layer):
         x: Float[Array, "B T C"],
         segment_ids: Integer[Ids, "B T"] | None = None,
         *,
-        norm: LayerNorm | RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> Float[Array, "B T C"]:
         """Applies the layer; the state is zero at the start of every sequence and segment.
 
         norm: the norm that x is a result of, as for Linear.
         """
-        return self.with_cache(x, segment_ids, None, norm=norm)[0]
+        # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
+        joins = context_size() == 1
+        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
+        x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
+        gates = self._joint_gates(x_gates)
+        layers = (self.q, self.k, self.v, self.o)[: 4 if joins else 3]
+        joint = fused_linear(x_joint, *layers, norm=norm)
+        weight = self.norm.weight[...].reshape(self.n_heads, -1) if joins else None
+        specs = GATES, GATES, P("tensor", None), P(BATCH, None)
+        y = per_device(self._mix_joint, specs, HEADS)(joint, gates, weight, segment_ids)
+        if not joins:
+            y = self.norm(y, self.o(*x_o, norm=norm).reshape(y.shape))
+        return self.out(y.reshape(x.shape))
 
     def with_cache(
-        self,
-        x: Float[Array, "B T C"],
-        segment_ids: Integer[Ids, "B T"] | None,
-        cache: Cache | None,
-        *,
-        norm: LayerNorm | RMSNorm | None = None,
-    ) -> tuple[Float[Array, "B T C"], Cache | None]:
-        """(y, updated cache); without a cache the same as `__call__`.
-
-        segment_ids: not supported with a cache.
-        """
-        no_segments(cache, segment_ids)
-        if cache is not None:
-            layers = self.q, self.k, self.v, self.o
-            q, k, v, o = (w(x, norm=norm).reshape(*x.shape[:2], self.n_heads, -1) for w in layers)
-            i, f = self._gates(x)
-            h, cache = self._mix_with_state(q, k, v, i, f, cache)
-            y = self.norm(h, o)
-        elif context_size() == 1:
-            y = self._with_o(x, segment_ids, norm)
-        else:
-            y = self._without_o(x, segment_ids, norm)
-        return self.out(y.reshape(x.shape)), cache
-
-    def _with_o(self, x, segment_ids, norm):
-        """What `out` takes, by heads, with one matmul for q, k, v and o."""
-        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
-        x_gates, x_qkvo = fan_out(x, 2)
-        gates = self._joint_gates(x_gates)
-        qkvo = fused_linear(x_qkvo, self.q, self.k, self.v, self.o, norm=norm)
-        weight = self.norm.weight[...].reshape(self.n_heads, -1)
-        specs = GATES, GATES, P("tensor", None), P(BATCH, None)
-        return per_device(self._mix_qkvo, specs, HEADS)(qkvo, gates, weight, segment_ids)
-
-    def _without_o(self, x, segment_ids, norm):
-        """The same with a matmul for o alone: devices that share a sequence do not exchange o."""
-        x_gates, x_qkv, x_o = fan_out(x, 3)
-        gates = self._joint_gates(x_gates)
-        qkv = fused_linear(x_qkv, self.q, self.k, self.v, norm=norm)
-        specs = GATES, GATES, P(BATCH, None)
-        h = per_device(self._mix_qkv, specs, HEADS)(qkv, gates, segment_ids)
-        return self.norm(h, self.o(x_o, norm=norm).reshape(h.shape))
+        self, x: Float[Array, "B T C"], cache: Cache
+    ) -> tuple[Float[Array, "B T C"], Cache]:
+        """(y, updated cache) of the prompts, in the first call, or of one further token per row."""
+        layers = self.q, self.k, self.v, self.o
+        q, k, v, o = (w(x).reshape(*x.shape[:2], self.n_heads, -1) for w in layers)
+        i, f = self._gates(x)
+        h, cache = self._mix_with_state(q, k, v, i, f, cache)
+        return self.out(self.norm(h, o).reshape(x.shape)), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -137,7 +115,7 @@ class VLSTMLayer(Layer):
     def of_row(
         self,
         x: Float[Array, "1 1 C"],
-        norm: LayerNorm | RMSNorm,
+        norm: Norm,
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
@@ -165,20 +143,14 @@ class VLSTMLayer(Layer):
         options |= dict(chunk_size=self.chunk_size, implementation=self.implementation)
         return vlstm(q, k, v, i, f, **options)
 
-    def _mix_packed(self, x, gates, wide: int, **options):
-        """x: q, k, and `wide` operands of twice their width, v and perhaps o."""
+    def _mix_joint(self, x, gates, weight, segment_ids):
+        """x: q, k, v and, if there is a weight of the norm, o."""
+        x, gates = map(split_heads, (x, gates))
         i, f = jnp.split(gates, 2, axis=-1)
         heads, d = i.shape[2], self.qk_dim
-        packed = Packed(x, ((heads, d), (heads, d), *[(heads, 2 * d)] * wide))
-        return self._mix(packed, None, None, i, f, **options)
-
-    def _mix_qkvo(self, qkvo, gates, weight, segment_ids):
+        parts = (heads, d), (heads, d), *[(heads, 2 * d)] * (1 if weight is None else 2)
         options = dict(norm_weight=weight, norm_eps=self.norm.eps, segment_ids=segment_ids)
-        return self._mix_packed(qkvo, gates, 2, **options)
-
-    def _mix_qkv(self, qkv, gates, segment_ids):
-        qkv, gates = map(split_heads, (qkv, gates))
-        return split_sequence(self._mix_packed(qkv, gates, 1, segment_ids=segment_ids))
+        return split_sequence(self._mix(Packed(x, parts), None, None, i, f, **options))
 
     def _mix_with_state(self, q, k, v, i, f, cache):
         """The first call computes the state; each later call advances it by one position."""

@@ -18,6 +18,7 @@ from jaxllm.sharding import BATCH, PARTS, P, constrain, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.float8.quantize import TILE
+from pallas_kernels.options import with_gradient
 from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.totals import summed
 
@@ -130,8 +131,7 @@ class Transposed:
         """x W + bias of a single row x, summed in float32."""
         terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
         if bias is not None:
-            # The bias is part of the first term, because XLA gives a sum's other operands a kernel
-            # of their own.
+            # The bias is part of the first term: XLA would add it in another kernel.
             terms += jnp.where(jnp.arange(x.shape[-1]) == 0, bias[:, None], 0)
         return terms.sum(-1).astype(dtype)
 
@@ -213,18 +213,17 @@ def narrow_side_by_side(x: Float[Array, "... in"], adapters: list[Adapter]) -> j
     return x @ jnp.concatenate([adapter.a[...] for adapter in adapters], -1).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, weight, dtype):
+def _matmul_forward(x, weight, dtype):
     """x @ weight in dtype; the incoming gradient is rounded to x's dtype, as in all other layers.
 
     Otherwise the backward pass would multiply float32 with bf16, and XLA would keep x in float32
     for it.
     """
-    return jnp.matmul(x, weight, preferred_element_type=dtype)
+    return jnp.matmul(x, weight, preferred_element_type=dtype), (x, weight)
 
 
 def _matmul_backward(dtype, operands, dy):
     return jax.vjp(jnp.matmul, *operands)[1](dy.astype(operands[0].dtype))
 
 
-_matmul.defvjp(lambda x, weight, dtype: (_matmul(x, weight, dtype), (x, weight)), _matmul_backward)
+_matmul = with_gradient(_matmul_forward, _matmul_backward, nondiff_argnums=(2,))

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxllm.config import GPT2Config
 from jaxllm.layers import MLP, Attention, LayerNorm
 from jaxllm.layers.layer import Layer
-from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
-from jaxllm.models.stream import Stream, of_row
+from jaxllm.models.language_model import LanguageModel, Stream, block_weights, of_row
 
 
 class GPT2Block(Layer):
@@ -46,9 +45,11 @@ class GPT2Block(Layer):
             for layer in (self.attention.out, self.mlp.down)
         )
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.attention.with_cache(
-            y, positions, segment_ids, cache, add_bias=add_bias, norm=self.norm_1
-        )
+        if cache is None:
+            options = dict(add_bias=add_bias, norm=self.norm_1)
+            branch = self.attention(y, positions, segment_ids, **options)
+        else:
+            branch, cache = self.attention.with_cache(y, positions, cache, add_bias=add_bias)
         y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
         y = self.mlp(y, add_bias=add_bias, norm=self.norm_2)
         return Stream(y, down_bias, residual), cache
@@ -67,7 +68,3 @@ class GPT2(LanguageModel):
             fp8=fp8,
             rngs=rngs,
         )
-
-    def mixing_flops(self, seq_len: int) -> float:
-        """Operations per token of q k^T and of its product with v."""
-        return attention_flops(self.config, seq_len)

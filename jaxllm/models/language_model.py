@@ -1,10 +1,10 @@
-"""The base class of all models: embedding, blocks, final norm, head, loss."""
+"""The base class of all models: embedding, blocks, final norm, head, loss; the stream between."""
 
 import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.config import AttentionConfig, ModelConfig
-from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
+from jaxllm.config import ModelConfig
+from jaxllm.layers import Embedding, Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
+from jaxllm.layers.norm import Norm
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.models.stream import Stream
 from jaxllm.sharding import (
     BATCH,
     PARTS,
@@ -30,6 +30,7 @@ from jaxllm.sharding import (
 )
 from pallas_kernels import ids, linear_cross_entropy
 from pallas_kernels.ids import Ids
+from pallas_kernels.options import with_gradient
 
 STD = 0.02  # initial standard deviation of all weights
 IGNORE = -100  # label that the loss ignores
@@ -41,8 +42,51 @@ def block_weights(config: ModelConfig, rngs: nnx.Rngs, fp8: bool) -> dict:
     return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), linear=linear, rngs=rngs)
 
 
+class Stream(NamedTuple):
+    """The residual stream, (branch + bias) + residual; branch and bias may be None.
+
+    The next norm adds them in its own pass over the stream, and its backward pass yields the bias
+    gradient for free.  The first block receives no branch.
+    """
+
+    branch: Float[Array, "B T C"] | None
+    bias: Float[Array, " C"] | None
+    residual: Float[Array, "B T C"]
+
+    def sum(self) -> Float[Array, "B T C"]:
+        """The stream as one array, in the residual's dtype."""
+        if self.branch is None:
+            return self.residual
+        x = self.branch
+        x = x if self.bias is None else x + self.bias.astype(x.dtype)
+        return self.residual + x.astype(self.residual.dtype)
+
+    def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """(norm(s), s) for the sum s, in one pass."""
+        if self.branch is None:
+            return norm(self.residual), self.residual
+        return norm.add(self.branch, self.residual, self.bias)
+
+
+def of_row(block, mixer, stream: Stream, cache: Cache | None) -> tuple[Stream, Cache] | None:
+    """The block's result for one row's next token, or None where its layers cannot fuse it.
+
+    s += mixer(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
+    takes 2 us or more, however little it does, and for one row that is most of the time.
+
+    mixer: the block's attention or vLSTM.
+    """
+    if cache is None or cache.arrays is None or stream.branch is not None:
+        return None
+    x = stream.residual
+    if not (mixer.takes_row(x) and block.mlp.takes_row(x)):
+        return None
+    x, cache = mixer.of_row(x, block.norm_1, cache)
+    return Stream(None, None, block.mlp.of_row(x, block.norm_2)), cache
+
+
 class LanguageModel(Layer):
-    """A causal language model; a subclass passes its block and norm and defines `mixing_flops`.
+    """A causal language model; a subclass passes its block and norm.
 
     block: class of the blocks, constructed as block(config, fp8=fp8, rngs=rngs) and called as
         block(stream, positions, segment_ids, cache) -> (stream, cache) with a Stream and a Cache;
@@ -62,7 +106,7 @@ class LanguageModel(Layer):
         config: ModelConfig,
         *,
         block: Callable[..., nnx.Module],
-        norm: type[LayerNorm] | type[RMSNorm],
+        norm: type[Norm],
         max_seq_len: int | None = None,
         tied: bool = False,
         logit_soft_cap: float | None = None,
@@ -92,7 +136,9 @@ class LanguageModel(Layer):
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
             self.head = Linear(width, config.padded_vocab_size, std=STD, copied=False, rngs=rngs)
-            zero_columns(self.head.weight, config.vocab_size)
+            weight = self.head.weight  # whose columns past the vocabulary are zero
+            real = jnp.arange(config.padded_vocab_size) < config.vocab_size
+            weight[...] = jnp.where(real, weight[...], 0)
 
     def hidden(
         self,
@@ -133,6 +179,8 @@ class LanguageModel(Layer):
         """
         if caches is not None and context_size() > 1:
             raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
+        if caches is not None and segment_ids is not None:
+            raise ValueError("segment_ids do not go with caches: pass one text a row")
         # Here and in `loss`, as jit and shard_map would cut numpy's int64 to 32 bits.
         segment_ids = ids.documents(segment_ids)
         if positions is not None:
@@ -210,8 +258,15 @@ class LanguageModel(Layer):
         return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Operations per token in the forward matmuls without parameters."""
-        raise NotImplementedError
+        """Operations per token in the forward matmuls without parameters.
+
+        Of attention: 4 D per head for each key that a query sees on average, which without a window
+        is T / 2.  A sequence counts as one document, even if it packs several.
+        """
+        config = self.config
+        window = min(config.window or seq_len, seq_len)
+        seen = window - window * window / (2 * seq_len)
+        return 4.0 * config.n_layers * seen * config.n_heads * config.head_dim
 
 
 def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
@@ -239,17 +294,12 @@ def _run_block(graph, remat, params, stream, *args):
     return run(params, stream, *args)
 
 
-@jax.custom_vjp
-def _with_gradients_in_order(params, stream):
-    """Returns both; the backward pass goes on to earlier blocks once it has the params' gradients.
+def _gradients_in_order(_, gradients):
+    """Makes the backward pass go on to earlier blocks once it has the params' gradients.
 
     XLA would postpone their matmuls, to overlap them with sums over the devices, and keep what they
     read: 9 GiB per block of llama3_1b with 131,072 tokens per device, which `remat` should save.
     """
-    return params, stream
-
-
-def _gradients_in_order(_, gradients):
     params, stream = gradients
     mesh = jax.sharding.get_abstract_mesh()
     # Without the constraint, the sums before the barrier would be over whole parameters.
@@ -257,7 +307,7 @@ def _gradients_in_order(_, gradients):
     return jax.lax.optimization_barrier((params, stream))
 
 
-_with_gradients_in_order.defvjp(lambda *both: (both, None), _gradients_in_order)
+_with_gradients_in_order = with_gradient(lambda *both: (both, None), _gradients_in_order)
 
 
 def _cudnn_saveable(primitive, *_, **__) -> bool:
@@ -281,19 +331,3 @@ _SAVED = {
     "attention": _mixing_saveable,
     "block": checkpoint_policies.save_only_these_names("fp8_largest"),
 }
-
-
-def attention_flops(config: AttentionConfig, seq_len: int) -> float:
-    """Operations per token: 4 D per head for each key that a query sees on average.
-
-    Without a window a query sees T / 2 keys on average.  A sequence counts as one document, even
-    if it packs several.
-    """
-    window = min(config.window or seq_len, seq_len)
-    seen = window - window * window / (2 * seq_len)
-    return 4.0 * config.n_layers * seen * config.n_heads * config.head_dim
-
-
-def zero_columns(weight: nnx.Param, start: int) -> None:
-    """Sets the columns from `start` on, which pad the vocabulary of a head, to zero."""
-    weight[...] = jnp.where(jnp.arange(weight.shape[1]) < start, weight[...], 0)

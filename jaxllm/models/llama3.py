@@ -10,8 +10,7 @@ from flax import nnx
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
 from jaxllm.layers.layer import Layer
-from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
-from jaxllm.models.stream import Stream, of_row
+from jaxllm.models.language_model import LanguageModel, Stream, block_weights, of_row
 from pallas_kernels import RopeScaling
 
 
@@ -50,9 +49,10 @@ class Llama3Block(Layer):
         if (result := of_row(self, self.attention, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.attention.with_cache(
-            y, positions, segment_ids, cache, norm=self.norm_1
-        )
+        if cache is None:
+            branch = self.attention(y, positions, segment_ids, norm=self.norm_1)
+        else:
+            branch, cache = self.attention.with_cache(y, positions, cache)
         y, residual = Stream(branch, None, residual).normed(self.norm_2)
         return Stream(self.mlp(y, norm=self.norm_2), None, residual), cache
 
@@ -69,7 +69,3 @@ class Llama3(LanguageModel):
             fp8=fp8,
             rngs=rngs,
         )
-
-    def mixing_flops(self, seq_len: int) -> float:
-        """Operations per token of q k^T and of its product with v."""
-        return attention_flops(self.config, seq_len)

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
 from jaxllm.layers.layer import Layer
-from jaxllm.models.language_model import LanguageModel, block_weights
-from jaxllm.models.stream import Stream, of_row
+from jaxllm.models.language_model import LanguageModel, Stream, block_weights, of_row
 
 
 class VLSTMBlock(Layer):
@@ -41,7 +40,10 @@ class VLSTMBlock(Layer):
         if (result := of_row(self, self.vlstm, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.vlstm.with_cache(y, segment_ids, cache, norm=self.norm_1)
+        if cache is None:
+            branch = self.vlstm(y, segment_ids, norm=self.norm_1)
+        else:
+            branch, cache = self.vlstm.with_cache(y, cache)
         y, residual = Stream(branch, None, residual).normed(self.norm_2)
         return Stream(self.mlp(y, norm=self.norm_2), None, residual), cache
 

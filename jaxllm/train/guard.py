@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.language_model import LanguageModel
-from jaxllm.models.stream import Stream
+from jaxllm.models.language_model import LanguageModel, Stream
 
 WINDOW = 100  # number of losses that define a spike
 

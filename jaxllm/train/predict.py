@@ -98,7 +98,7 @@ def predict(config: Config, text: str) -> str:
         rows = [head, *(_row(trainer, remat, kind, held) for remat in choices)]
     except NotImplementedError as e:
         raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
-    fp8 = "; times are those of bfloat16" if config.train.fp8 != "none" else ""
+    fp8 = "; times are for bfloat16" if config.train.fp8 != "none" else ""
     return "\n".join(
         [
             f"predict  {count} x {kind}, {HOST} in a host, mesh {dict(mesh.shape)}; not measured:"

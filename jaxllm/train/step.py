@@ -125,13 +125,10 @@ class Trainer:
         held = str(self.packing) if self.packing else self.config.model.compute_dtype
         return f"{text}, of which {self.n_trained:,} in adapters are trained; the others are {held}"
 
-    def _make_model(self) -> LanguageModel:
-        return create(self.config.model, seed=self.config.train.seed)
-
     def _draw(self) -> nnx.State:
         """The initial parameters, drawn from the seed."""
         if self.lora is None:
-            return nnx.state(self._make_model(), nnx.Param)
+            return nnx.state(create(self.config.model, seed=self.config.train.seed), nnx.Param)
         leaves, structure = jax.tree.flatten(self.abstract_params)
         # A comes before B, which begins as zero.
         of_a = [i % 2 == 0 for i in range(len(leaves))]
@@ -294,12 +291,11 @@ class Trainer:
         seen: `device_checksums` of `Checked`; the state changes only if the result has the same.
         """
         table = (self.mesh.size, len(jax.tree.leaves(self.checked())), 2)
-        whole = NamedSharding(self.mesh, sharding.P())
-        seen = jax.ShapeDtypeStruct(table, jnp.uint32, sharding=whole)
+        seen = jax.ShapeDtypeStruct(table, jnp.uint32, sharding=self.state_shardings.step)
         return self._trace(self._verified_step, seen)
 
     def _trace(self, step: Callable, *seen: jax.ShapeDtypeStruct) -> jax.stages.Traced:
-        whole = NamedSharding(self.mesh, sharding.P())
+        whole = self.state_shardings.step
         results = (self.state_shardings, whole, *(x.sharding for x in seen))
         step = jax.jit(step, donate_argnums=0, out_shardings=results)
         with jax.set_mesh(self.mesh):

@@ -196,7 +196,7 @@ def write_packed(
     read: Callable[[str], np.ndarray],
     about: dict,
 ) -> int:
-    """Writes packed.safetensors and packed.json; returns the number of bytes of the former.
+    """Writes packed.safetensors and packed.json; returns the size of packed.safetensors in bytes.
 
     read: returns the float32 parameter of a dotted path; called once for each, in turn.
     about: further keys of packed.json, with `step`.

@@ -28,9 +28,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
-from pallas_kernels.activations.elementwise import elementwise, sigmoid
+from pallas_kernels.activations.elementwise import elementwise
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.mosaic import sigmoid
+from pallas_kernels.options import checked, with_gradient
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 # From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
@@ -124,6 +125,14 @@ def swiglu_backward_tile(gate, up, dy):
     return dy * up * (s + silu * (1 - s)), dy * silu
 
 
+def finished(activation, ys, biases, residual):
+    """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
+    ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+    tile = {"gelu": gelu_forward_tile, "swiglu": swiglu_forward_tile}.get(activation)
+    (y,) = tile(*ys) if tile else ys
+    return y if residual is None else y + residual
+
+
 # ---- both passes -------------------------------------------------------------------------------
 
 
@@ -144,12 +153,7 @@ def swiglu_backward(saved, apply):
     return tuple(apply(swiglu_backward_tile, *saved))
 
 
-@custom_vjp
-def _swiglu(gate, up):
-    return swiglu_forward(gate, up)[0]
-
-
-_swiglu.defvjp(
+_swiglu = with_gradient(
     swiglu_forward,
     lambda saved, dy: swiglu_backward(saved, _elementwise("swiglu_backward", dy)),
 )
@@ -181,12 +185,7 @@ def _plus(x, bias):
     return checkpoint_name(x + bias.astype(x.dtype), "gelu")
 
 
-@custom_vjp
-def _gelu(x, bias):
-    return gelu_forward(x, bias)[0]
-
-
-_gelu.defvjp(
+_gelu = with_gradient(
     gelu_forward, lambda saved, dy: gelu_backward(saved, _elementwise("gelu_backward", dy))
 )
 

@@ -9,7 +9,6 @@ the closer the kernel comes to a plain copy.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -34,11 +33,6 @@ def why_slower(x, *others) -> str | None:
         return f"the kernel would pad {x.size} elements to a multiple of {_BLOCK}"
     few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
     return "XLA fuses 64 rows or fewer with other ops" if few else None
-
-
-def sigmoid(z):
-    """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
-    return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape

@@ -35,22 +35,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import activation, matmul_epilogue
-from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.float8.quantize import TILE, cast, cast_results, maxima, named, norms
+from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE, _SILU_SLOPE = 1.13, 1.1  # of gelu and silu, at most
-_STEP = 4096  # elements of a block of `_maxima`
 
 
 @checked
@@ -162,13 +159,8 @@ def why_not(x, up, down, gate, bias, **options) -> str | None:
     )
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _activated(gated, inputs, down):
-    """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
-    return _activated_forward(gated, inputs, down)[0]
-
-
 def _activated_forward(gated, inputs, down):
+    """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
     h, saved = (activation.swiglu_forward if gated else activation.gelu_forward)(*inputs)
     return h @ down, (saved, h, down)
 
@@ -188,7 +180,7 @@ def _activated_backward(gated, saved, dy):
     return list(backward(saved, multiply)), d_down
 
 
-_activated.defvjp(_activated_forward, _activated_backward)
+_activated = with_gradient(_activated_forward, _activated_backward, nondiff_argnums=(0,))
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -212,11 +204,6 @@ def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
 # ---- fp8 ----------------------------------------------------------------------------------------
 
 _cast = functools.partial(cast, dtype=linear.FORWARD, kernel=True)
-
-
-@custom_vjp
-def _fp8(x, up, down, gate, bias, row_norm, totals):
-    return _fp8_forward(x, up, down, gate, bias, row_norm, totals)[0]
 
 
 def _fp8_forward(x, up, down, gate, bias, row_norm, totals):
@@ -257,7 +244,7 @@ def _fp8_backward(saved, dy):
     return functools.reduce(jnp.add, dx), d_up, d_down, d_gate, dbias, None, totals
 
 
-_fp8.defvjp(_fp8_forward, _fp8_backward)
+_fp8 = with_gradient(_fp8_forward, _fp8_backward)
 
 
 # Each activation has a function of what its kernels begin with: (casts of x and of the weights, the
@@ -277,28 +264,16 @@ def _swiglu_inputs(x, gate, up, row_norm):
     x8, weights8 = _cast(x, largest=row_norm), [_cast(gate), _cast(up)]
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in weights8)
-    largest, u_largest, silu_largest = map(named, _maxima(g, u))
+    largest, u_largest, silu_largest = map(
+        named, maxima(_factors, [g, u], 3, "swiglu_maxima").max(1)
+    )
     return x8, weights8, [g, u], largest, [_SILU_SLOPE * u_largest, silu_largest]
 
 
-def _maxima(g, u):
-    """The largest |silu(g) u|, |u| and |silu(g)|."""
-    return mosaic.kernel(
-        _maxima_of_block,
-        name="swiglu_maxima",
-        out_type=jax.ShapeDtypeStruct((3, g.size // _STEP), jnp.float32),
-        **mosaic.grid(block=g.size // _STEP),
-        compiler_params=plgpu.CompilerParams(approx_math=g.dtype.itemsize == 2),
-    )(g.reshape(-1, _STEP), u.reshape(-1, _STEP)).max(1)
-
-
-def _maxima_of_block(g_ref, u_ref, largest_ref):
-    block = lax.axis_index("block")
-    layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // g_ref.dtype.itemsize)  # 16-byte loads
-    g, u = (mosaic.load(ref.at[block], layout) for ref in (g_ref, u_ref))
-    silu = g * sigmoid(g)
-    for i, a in enumerate((silu * u, u, silu)):
-        largest_ref[i, block] = abs(a).max()
+def _factors(g, u):
+    """swiglu(g, u) and its factors."""
+    silu = g * mosaic.sigmoid(g)
+    return silu * u, u, silu
 
 
 FORMS = (

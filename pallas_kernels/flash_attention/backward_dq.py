@@ -60,7 +60,7 @@ def has_o_buffer(s: Schedule) -> bool:
 def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    buffers = dict(
+    return dict(
         q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
@@ -69,16 +69,12 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         k_full=ring(num_arrivals=1 + s.packed),
         v_full=plgpu.Barrier(num_barriers=ahead(s)),
         free=ring(num_arrivals=s.wgs),
+        ids=s.ids(s.stages + s.wgs, ROWS),  # of each slot of K, and of each warpgroup's queries
+        # With a `k_free`, `free` guards V alone; without a `dq` dQ leaves through the buffer of dO.
+        k_free=ring(num_arrivals=s.wgs) if frees_k_apart(s) else None,
+        o=s.buffer(s.wgs, ROWS) if has_o_buffer(s) else None,
+        dq=s.buffer(s.wgs, ROWS) if s.persistent else None,
     )
-    if s.packed:  # of each slot of K, and of each warpgroup's queries
-        buffers["ids"] = plgpu.SMEM((s.stages + s.wgs, ROWS), jnp.int32)
-    if frees_k_apart(s):  # then `free` guards V alone
-        buffers["k_free"] = ring(num_arrivals=s.wgs)
-    if has_o_buffer(s):
-        buffers["o"] = s.buffer(s.wgs, ROWS)
-    if s.persistent:  # otherwise dQ leaves through the buffer of dO
-        buffers["dq"] = s.buffer(s.wgs, ROWS)
-    return buffers
 
 
 def keys_of(w: Worker) -> Keys:

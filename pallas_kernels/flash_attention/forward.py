@@ -61,7 +61,7 @@ def scratch(s: Schedule) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     own, ring = s.sides * s.wgs, functools.partial(plgpu.Barrier, num_barriers=s.stages)
     v_ring = functools.partial(plgpu.Barrier, num_barriers=v_stages(s))
-    buffers = dict(
+    return dict(
         qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
         v=s.buffer(v_stages(s), s.columns),  # the ring of V
@@ -71,11 +71,9 @@ def scratch(s: Schedule) -> dict:
         k_free=ring(num_arrivals=s.wgs),
         v_free=v_ring(num_arrivals=s.wgs),
         turn=plgpu.Barrier(num_barriers=s.wgs),
+        q_ids=s.ids(own, ROWS),
+        k_ids=s.ids(s.stages, s.columns),
     )
-    if s.packed:
-        buffers["q_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
-        buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
-    return buffers
 
 
 def keys_of(w: Worker) -> Keys:
@@ -200,13 +198,6 @@ def scores(w: Worker, i: Item, x, n, masked):
     return x, factor
 
 
-def weighs_early(s: Schedule) -> bool:
-    """Whether P is computed before it is known whether m stays: 7% faster where registers suffice.
-    At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
-    """
-    return 64 < s.width <= 128 and s.visits.window is None
-
-
 def by_thread(f, x):
     """f of a thread's columns: (rows, 8)."""
     return mosaic.folded(f, [x[:, at : at + 8] for at in range(0, x.shape[1], 8)])
@@ -214,7 +205,7 @@ def by_thread(f, x):
 
 def sums(s: Schedule, p):
     """Of each row.  Early ones stay `by_thread`: 3% faster at D = 128, but at 64 it would spill."""
-    return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
+    return by_thread(jnp.add, p) if s.weighs_early else jnp.sum(p, axis=1)
 
 
 def softmax(s: Schedule, x, factor, m, l, o):
@@ -225,7 +216,7 @@ def softmax(s: Schedule, x, factor, m, l, o):
     nearly all steps of a warp no row's has: then no maximum crosses threads and O stays as it is.
     A row decides for itself, so its bits depend on no other row.
     """
-    seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
+    seen = x if s.weighs_early else by_thread(jnp.maximum, x)
 
     def follow(m, l, o):
         top = jnp.max(seen, axis=1) * factor
@@ -240,10 +231,10 @@ def softmax(s: Schedule, x, factor, m, l, o):
         # Without the barrier P would be rounded after the branch.
         return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
-    ready = weigh(m, l, o) if weighs_early(s) else None
+    early = weigh(m, l, o) if s.weighs_early else None
     leaps = mosaic.any_above(seen * factor - along(m, seen.shape, 0), LEAP)
-    if ready:
-        return lax.cond(leaps, lambda *_: weigh(*follow(m, l, o)), lambda *same: same, *ready)
+    if early:
+        return lax.cond(leaps, lambda *_: weigh(*follow(m, l, o)), lambda *same: same, *early)
     return weigh(*lax.cond(leaps, follow, lambda *same: same, m, l, o))
 
 
@@ -323,7 +314,7 @@ def store(w: Worker, item, i: Item, o, m, l):
     # Found again: the loop leaves no registers to keep it.
     row, (batch, head) = s.where(lax.optimization_barrier(item))
     rows = pl.ds(row + w.wg * ROWS, ROWS)
-    l = jnp.sum(l, axis=1) if weighs_early(s) else l
+    l = jnp.sum(l, axis=1) if l.ndim > 1 else l
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries

@@ -161,10 +161,9 @@ def scratch(s: Schedule) -> dict:
         q_full=ring(num_arrivals=2 + s.packed),
         do_full=ring(num_arrivals=2),
         free=ring(num_arrivals=s.wgs),
+        k_ids=s.ids(own, ROWS),
+        q_ids=s.ids(s.stages, s.columns),
     )
-    if s.packed:
-        buffers["k_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
-        buffers["q_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
     if pairs_up(s):  # P^T, on its way from one warpgroup to the other
         swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
         buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)

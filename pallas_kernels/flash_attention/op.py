@@ -36,8 +36,8 @@ from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
-from pallas_kernels.options import checked, custom_vjp
-from pallas_kernels.packed import Packed, shapes, split
+from pallas_kernels.options import checked, with_gradient
+from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
@@ -75,13 +75,7 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
-    if isinstance(q, Packed):
-        if k is not None or v is not None:
-            raise ValueError("q is packed with k and v: pass neither")
-        q.check("q", "k", "v")
-    elif k is None or v is None:
-        raise ValueError("k and v are missing: pass them, or q as Packed")
-    operands = q if isinstance(q, Packed) else (q, k, v)
+    operands = operands_of(q, dict(k=k, v=v), "qkv")
     of_q, of_k, of_v = shapes(operands)
     check(of_q, of_k, of_v, causal, window)
     if window is not None and window >= of_k.shape[1]:
@@ -157,7 +151,8 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _cudnn(q, k, v, *, causal, scale, window):
+def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
+    q, k, v = split(operands)
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
@@ -242,12 +237,6 @@ def _in_jnp(operands, segment_ids, **options):
     return attention_reference(*split(operands), segment_ids=segment_ids, **options)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(4, 5))
-def masked_reference(q, k, v, mask, scale, softcap):
-    """(out, lse) for any mask that broadcasts to (B, K, H/K, T, S)."""
-    return _reference_forward(q, k, v, mask, scale, softcap)[0]
-
-
 def _logits(q, k, mask, scale, softcap):
     """(logits (B, K, G, T, S), -inf where masked; d logits / d(scale q k^T), None for 1)."""
     x = _einsum("btkgd,bskd->bkgts", q, k) * scale
@@ -268,6 +257,7 @@ def _grouped(x, kv_heads):
 
 
 def _reference_forward(q, k, v, mask, scale, softcap):
+    """((out, lse), what its gradient needs), for any mask that broadcasts to (B, K, H/K, T, S)."""
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
@@ -301,7 +291,7 @@ def _reference_backward(scale, softcap, saved, cotangents):
     return dq.reshape(b, t, h, d), dk, dv, None
 
 
-masked_reference.defvjp(_reference_forward, _reference_backward)
+masked_reference = with_gradient(_reference_forward, _reference_backward, nondiff_argnums=(4, 5))
 
 # ---- kernels ---------------------------------------------------------------------------------
 
@@ -327,13 +317,11 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     return (out, lse[:, :, :t]) if return_lse else out
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(2, 3, 4))
-def _attention(arrays, segments, call, heads, with_lse):
-    """(O, lse).  arrays: (q, k, v), or with `heads` the only array, which holds all three."""
-    return _attention_forward(arrays, segments, call, heads, with_lse)[0]
-
-
 def _attention_forward(arrays, segments, call, heads, with_lse):
+    """((O, lse), what the backward pass needs).
+
+    arrays: (q, k, v), or with `heads` the only array, which holds all three.
+    """
     q, k, v = arrays if heads is None else arrays * 3
     forward_of = general.forward if call.general else forward
     results = forward_of(q, k, v, segments, call=call, heads=heads)
@@ -375,20 +363,13 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=
     return (mosaic.in_place(lambda ref, *x: last(*x, ref, **options), dq, *others),)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3, 4))
 
 
 # Only an H100 has run the general form, so cuDNN stands before it.
 FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
-    Form(
-        "cudnn",
-        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
-            *split(operands), causal=causal, scale=scale, window=window
-        ),
-        "sm_80",
-        cudnn_why_not,
-    ),
+    Form("cudnn", _cudnn, "sm_80", cudnn_why_not),
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
     Form("xla", _in_jnp),
 )

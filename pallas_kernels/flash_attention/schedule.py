@@ -96,6 +96,14 @@ class Schedule(NamedTuple):
         """Whether the diagonal of a warpgroup's rows may cross a second tile."""
         return self.visits.causal and bool(self.visits.offset % ROWS or self.columns % ROWS)
 
+    @property
+    def weighs_early(self) -> bool:
+        """Whether P is computed before it is known whether m stays: 7% faster, given registers.
+
+        At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
+        """
+        return 64 < self.width <= 128 and self.visits.window is None
+
     def slot(self, n):
         """The slot of step n in a ring of `stages`."""
         return lax.rem(n, jnp.int32(self.stages))
@@ -116,6 +124,10 @@ class Schedule(NamedTuple):
         """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
         tiling = mosaic.wgmma_tiles(self.width, self.dtype)
         return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=tiling)
+
+    def ids(self, n: int, rows: int):
+        """Shared memory for n times that many ids, or None without segments."""
+        return plgpu.SMEM((n, rows), jnp.int32) if self.packed else None
 
 
 def schedule_of(

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -135,23 +135,13 @@ def _as_rounded(a, dtype):
     return rounded.values.astype(jnp.float32) * rounded.inverse
 
 
-@custom_vjp
-def _round_gradient(y):
-    return y
-
-
 def _rounded_gradient(_, dy):
     if dy.dtype == jnp.float64:
         return (dy,)
     return (_as_rounded(dy, BACKWARD).astype(dy.dtype),)
 
 
-_round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(5,))
-def _linear(x, weight, bias, row_norm, total, kernel):
-    return _linear_forward(x, weight, bias, row_norm, total, kernel)[0]
+_round_gradient = with_gradient(lambda y: (y, None), _rounded_gradient)
 
 
 def _linear_forward(x, weight, bias, row_norm, total, kernel):
@@ -228,7 +218,7 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     return y.astype(dtype)
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_linear = with_gradient(_linear_forward, _linear_backward, nondiff_argnums=(5,))
 
 # The matmuls are XLA's in both.
 FORMS = (

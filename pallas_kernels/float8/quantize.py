@@ -73,7 +73,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     infinite, and so every product with it NaN.
     """
     if largest is None:
-        largest = named(_largest(_maxima(x) if kernel else x))
+        largest = named(_largest_by_kernel(x) if kernel else _largest(x))
     if largest.ndim:
         raise ValueError(f"row_norm has shape {largest.shape}, but must be one number")
     if kernel:
@@ -87,7 +87,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     """`cast`, and the sum of x's rows in float32."""
     if kernel:
-        largest = named(_largest(_maxima(x)))
+        largest = named(_largest_by_kernel(x))
         (result,), (total,) = cast_results(lambda x: (x,), [x], [largest], dtype, sums=True)
         return result, total
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
@@ -187,26 +187,37 @@ def cast_results(
     return results, [one.sum(0) for one in all_sums]
 
 
-def _maxima(x):
-    """The largest |x| of each block's elements, float32."""
+def _largest_by_kernel(x):
+    """max |x|, as `_largest`."""
     blocks = x.size // _STEP
     steps = next(n for n in (16 // x.dtype.itemsize, 4, 2, 1) if blocks % n == 0)  # registers
+    return _largest(maxima(lambda x: (x,), [x], 1, "fp8_maximum", steps))
+
+
+def maxima(tile, arrays, results: int, name: str, steps: int = 1):
+    """The largest |result| of tile(*blocks) in each block: (results, blocks) float32.
+
+    tile: computes the results in float32, element by element, inside the kernel.
+    steps: how many times 4096 elements a block has.
+    """
+    flat = [a.reshape(-1, steps, _STEP) for a in arrays]
     return mosaic.kernel(
-        _maximum,
-        name="fp8_maximum",
-        out_type=jax.ShapeDtypeStruct((blocks // steps,), jnp.float32),
-        **mosaic.grid(block=blocks // steps),
-    )(x.reshape(-1, steps, _STEP))
+        functools.partial(_maxima, tile),
+        name=name,
+        out_type=jax.ShapeDtypeStruct((results, len(flat[0])), jnp.float32),
+        **mosaic.grid(block=len(flat[0])),
+        compiler_params=plgpu.CompilerParams(approx_math=arrays[0].dtype.itemsize == 2),
+    )(flat)
 
 
-def _maximum(x_ref, out_ref):
-    """A block takes the maximum of its steps, element by element, and then over the elements."""
-    block = lax.axis_index("block")
-    layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // x_ref.dtype.itemsize)  # 16-byte loads
-    parts = [abs(mosaic.load(x_ref.at[block, i], layout)) for i in range(x_ref.shape[1])]
-    while len(parts) > 1:
-        parts = [jnp.maximum(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    out_ref[block] = parts[0].max()
+def _maxima(tile, sources, out_ref):
+    """A block takes the maxima of its steps, element by element, and then over the elements."""
+    block, (_, steps, _) = lax.axis_index("block"), sources[0].shape
+    layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // sources[0].dtype.itemsize)  # 16-byte loads
+    load = lambda i: [mosaic.load(ref.at[block, i], layout) for ref in sources]
+    results = [list(map(abs, tile(*load(i)))) for i in range(steps)]
+    for k, parts in enumerate(zip(*results, strict=True)):
+        out_ref[k, block] = mosaic.folded(jnp.maximum, list(parts)).max()
 
 
 def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *all_smem):

@@ -10,8 +10,6 @@ pass saves top and total, not their log-sum-exp, which for logits near 1000 has 
 3e-5 that enters every probability.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -19,7 +17,7 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.losses.kernels import COLUMNS, logits_kernel
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 
 
 @checked
@@ -114,11 +112,6 @@ def mask_by_label(value, labels, vocab_size, ignore_index):
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
-def _cross_entropy(logits, labels, vocab_size, ignore_index):
-    return _forward(logits, labels, vocab_size, ignore_index)[0]
-
-
 def _forward(logits, labels, vocab_size, ignore_index):
     _, top, total, picked = _on_rows(logits, labels, None, vocab_size, write=False)
     loss = mask_by_label(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
@@ -139,7 +132,7 @@ def _on_rows(logits, labels, scale, vocab_size, **options):
     return logits_kernel(logits, labels, scale, real=vocab_size, softcap=None, **options)
 
 
-_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy = with_gradient(_forward, _backward, nondiff_argnums=(2, 3))
 
 
 def _kernels(logits, labels, *, vocab_size, ignore_index):

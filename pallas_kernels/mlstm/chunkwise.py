@@ -22,7 +22,7 @@ from pallas_kernels.mlstm import (
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.walk import states
-from pallas_kernels.options import custom_vjp
+from pallas_kernels.options import with_gradient
 from pallas_kernels.packed import Packed
 
 
@@ -129,15 +129,6 @@ def arguments(
     return arrays, i, lf, first, m, starts, call
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(6,))
-def cell(arrays, i, lf, first, m, starts, call):
-    """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested.
-
-    arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side.
-    """
-    return cell_forward(arrays, i, lf, first, m, starts, call)[0]
-
-
 def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     """q, k and v as the kernels see them."""
     if len(arrays) == 3:
@@ -150,7 +141,12 @@ def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
 
 
 def cell_forward(arrays, i, lf, first, m, starts, call):
-    """(`cell`, what `cell_backward` needs).  One array may have further columns."""
+    """((h, last), what `cell_backward` needs).
+
+    arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side, which may
+    have further columns.
+    first: the initial (C, n), None for zero; last: the final one, if requested.
+    """
     states, outputs = call.form.states, call.form.chunk_outputs
     q, k, v = _heads(arrays, i.shape[2], call)
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
@@ -225,4 +221,4 @@ def cell_backward(call, saved, cotangents, joint=None):
     return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
 
 
-cell.defvjp(cell_forward, cell_backward)
+cell = with_gradient(cell_forward, cell_backward, nondiff_argnums=(6,))

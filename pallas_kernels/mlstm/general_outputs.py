@@ -14,7 +14,7 @@ A result leaves through the slot of the last square that it needed.  As a result
 the next mma wants its left operand.
 """
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,6 @@ PREFIX = "general_"  # of the kernels' names
 SIZE = 64  # positions of a chunk, and edge of all tiles
 
 
-class GeneralScratch(NamedTuple):
-    """Shared memory of a block (see the picture)."""
-
-    order: Any  # (ORDER,)
-    a: Any  # (parts,64,64)
-    ring: Any  # (slots,64,64)
-    vectors: dict[str, Any]
-
-
 def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     del sms
     # Shared memory gets lines of float32.
@@ -49,14 +40,14 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     return s._replace(rings_y=1), inputs._replace(states=states, vectors=vectors)
 
 
-def scratch(s: Schedule, vectors) -> GeneralScratch:
+def scratch(s: Schedule, vectors) -> dict:
+    """Shared memory of a block, see the picture."""
     squares = lambda n: plgpu.SMEM(
         (n, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype)
     )
     lines = {name: plgpu.SMEM((x.shape[-1] // s.chunks,), x.dtype) for name, x in vectors.items()}
-    return GeneralScratch(
-        plgpu.SMEM((intra.ORDER,), jnp.int32), squares(s.parts), squares(s.slots), lines
-    )
+    order = plgpu.SMEM((intra.ORDER,), jnp.int32)
+    return dict(order=order, a=squares(s.parts), ring=squares(s.slots), vectors=lines)
 
 
 # Load.
@@ -145,7 +136,8 @@ def finish(w: Worker, tile, start, weights, n):
     ampere.store_rows(x, w.out.array, w.b, w.out.tile(w.h, tile), w.row0, s.length)
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: GeneralScratch):
+def body(s: Schedule, inputs: Inputs, out, stat_refs, /, **smem):
+    smem = SimpleNamespace(**smem)
     w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, smem.a, vectors=smem.vectors)
     w = w.at(lax.axis_index("block"))
     begin(w)

@@ -16,7 +16,7 @@ where mma wants its left operand.
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +33,6 @@ PREFIX = "general_"  # of the kernel's name
 SIZE = 64  # positions of a chunk, and edge of all tiles
 
 
-class GeneralWalkScratch(NamedTuple):
-    """Shared memory of a block (see the picture); the first axis is the stage."""
-
-    x: Any
-    y: Any
-    other: Any  # None without `other`
-    weight: Any
-    vector: Any
-    out: Any
-
-
 def prepared(s: Walk, inputs: WalkInputs, out_types):
     batch, heads, chunks = inputs.decay.shape
     squares = (batch * heads * chunks, s.x_tiles * SIZE, s.y_tiles, SIZE)
@@ -55,10 +44,11 @@ def prepared(s: Walk, inputs: WalkInputs, out_types):
     return inputs._replace(weight=weight, vector=vector, other=other), out_types
 
 
-def scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
+def scratch(s: Walk, with_other: bool) -> dict:
+    """Shared memory of a block, see the picture."""
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
-    return GeneralWalkScratch(
+    return dict(
         x=tiles,
         y=tiles,
         other=tiles if with_other else None,
@@ -68,8 +58,8 @@ def scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     )
 
 
-def body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
-    w = Walker.of(s, inputs, outputs, smem)
+def body(s: Walk, inputs, outputs, /, **smem):
+    w = Walker.of(s, inputs, outputs, SimpleNamespace(**smem))
     _load(w, 0)
     carry = w.decay(0), *w.first(ROW)
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)

@@ -11,7 +11,7 @@ a block: an L x L tile of S, in registers; for L = 128 two warpgroups of 64 rows
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,33 +28,20 @@ PREFIX = ""  # of the kernel's name
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
 
 
-class WalkScratch(NamedTuple):
-    """Shared memory and barriers of a block (see the picture)."""
-
-    x: Any  # (stages,wgs,L,64)
-    y: Any  # (stages,L,L)
-    vectors: Any  # (stages,2,L): weight, vector
-    scaled: Any  # (wgs,L,64): weight * X
-    out: Any  # (wgs,64,L)
-    full: Any  # for each stage
-    free: Any  # for each stage
-    other: Any  # (wgs,64,L), None without `other`
-    other_full: Any  # for each warpgroup
-
-
 def prepared(s: Walk, inputs: WalkInputs, out_types):
     return inputs, out_types
 
 
-def scratch(s: Walk, with_other: bool) -> WalkScratch:
+def scratch(s: Walk, with_other: bool) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
     )
-    return WalkScratch(
+    return dict(
         x=buffer(STAGES, s.wgs, s.size, ROWS),
         y=buffer(STAGES, s.size, s.size),
-        vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),
-        scaled=buffer(s.wgs, s.size, ROWS),
+        vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),  # weight, vector
+        scaled=buffer(s.wgs, s.size, ROWS),  # weight * X
         out=buffer(s.wgs, ROWS, s.size),
         full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs + 3),
         free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs),
@@ -63,8 +50,8 @@ def scratch(s: Walk, with_other: bool) -> WalkScratch:
     )
 
 
-def body(s: Walk, inputs: WalkInputs, outputs, smem: WalkScratch):
-    wg = lax.axis_index("wg")
+def body(s: Walk, inputs: WalkInputs, outputs, /, **smem):
+    smem, wg = SimpleNamespace(**smem), lax.axis_index("wg")
     # The last warpgroup loads what all read; each loads its own columns of X.
     ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
     w = Walker.of(s, inputs, outputs, smem, wg, ring)

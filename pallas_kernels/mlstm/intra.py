@@ -347,7 +347,7 @@ def chunk_outputs(
         functools.partial(form.body, s),
         name=f"{form.PREFIX}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(place if joint is None else None, (of_position,) * STATS[mode]),
-        scratch_types=(form.scratch(s, inputs.vectors),),
+        scratch_types=form.scratch(s, inputs.vectors),
         **mosaic.grid(block=s.blocks),
         num_threads=s.teams * s.wgs,
         # No sum crosses warps, and Hopper's shared memory is full.

@@ -19,7 +19,7 @@ chunk.
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,20 +38,6 @@ SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
 TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a block (see the picture)."""
-
-    order: Any  # (ORDER,)
-    a: Any  # (threads,parts,64,L)
-    ring: Any  # (teams slots,L,L)
-    out: Any  # (threads,64,L)
-    order_full: Any
-    a_full: Any  # for each thread
-    full: Any  # for each slot
-    free: Any  # for each slot
-    y_full: Any  # for each thread
-
-
 def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     wgs, square = s.size // ROWS, s.size * s.size * s.dtype.itemsize
     slots = min(4, SMEM // square - s.parts - 1)
@@ -62,11 +48,12 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     return s._replace(wgs=wgs, teams=teams, slots=slots, blocks=blocks), inputs
 
 
-def scratch(s: Schedule, vectors) -> Scratch:
+def scratch(s: Schedule, vectors) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
     swizzled = mosaic.wgmma_tiles(s.size, s.dtype)
     buffer = lambda *shape: plgpu.SMEM(shape, s.dtype, transforms=swizzled)
     threads = s.teams * s.wgs
-    return Scratch(
+    return dict(
         order=plgpu.SMEM((intra.ORDER,), jnp.int32),
         a=buffer(threads, s.parts, ROWS, s.size),
         ring=buffer(s.teams * s.slots, s.size, s.size),
@@ -239,8 +226,8 @@ def one_chunk(w: Worker, carry):
     return item + s.blocks * s.teams, n + len(s.order)
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
-    thread = lax.axis_index("wg")
+def body(s: Schedule, inputs: Inputs, out, stat_refs, /, **smem):
+    smem, thread = SimpleNamespace(**smem), lax.axis_index("wg")
     team, wg = (thread, 0) if s.wgs == 1 else (0, thread)
     first = lax.axis_index("block") * s.teams + team
     ring = Ring(s.slots, smem.full, smem.free, team * s.slots, True, wg, s.wgs - 1)

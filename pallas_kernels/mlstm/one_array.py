@@ -15,7 +15,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
-from pallas_kernels.options import custom_vjp
+from pallas_kernels.options import with_gradient
 from pallas_kernels.packed import Packed
 
 
@@ -48,11 +48,6 @@ def gated_cell(packed, i, f, weight, *, norm_eps, **options):
     return _gated_cell(x, i, lf, m, starts, weight, call, norm_eps)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(6, 7))
-def _gated_cell(x, i, lf, m, starts, weight, call, eps):
-    return _gated_forward(x, i, lf, m, starts, weight, call, eps)[0]
-
-
 def _gated_forward(x, i, lf, m, starts, weight, call, eps):
     (h, _), saved = chunkwise.cell_forward((x,), i, lf, None, m, starts, call)
     (y, _), stats = norms.forward(True, eps, h, None, weight, None, x)
@@ -68,4 +63,4 @@ def _gated_backward(call, eps, kept, dy):
     return d, di, dlf, dm, None, dweight
 
 
-_gated_cell.defvjp(_gated_forward, _gated_backward)
+_gated_cell = with_gradient(_gated_forward, _gated_backward, nondiff_argnums=(6, 7))

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.mlstm import chunkwise, one_array, reference, step
 from pallas_kernels.norms.norm import layer_norm
 from pallas_kernels.options import checked
-from pallas_kernels.packed import Packed, shapes, split
+from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
@@ -76,14 +76,8 @@ def vlstm(
     Raises ValueError for shapes, gate or chunk_size, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
     """
-    operands = q if isinstance(q, Packed) else (q, k, v)
-    if isinstance(q, Packed):
-        if k is not None or v is not None:
-            raise ValueError("q is packed with k and v: pass k=None and v=None")
-        q.check("q", "k", "v", *(() if norm_weight is None else ("o",)))
-    elif k is None or v is None:
-        raise ValueError("k and v are missing: pass them, or q as Packed")
-    elif norm_weight is not None:
+    operands = operands_of(q, dict(k=k, v=v), "qkv" if norm_weight is None else "qkvo")
+    if norm_weight is not None and not isinstance(q, Packed):
         raise ValueError("norm_weight needs a Packed of q, k, v and o")
     of_q, of_k, of_v, *of_o = shapes(operands)
     segment_ids = ids.documents(segment_ids)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
-from pallas_kernels.options import custom_vjp
+from pallas_kernels.options import with_gradient
 
 CLOSED = -1e30  # logarithm of a closed gate or of an empty state; inf - inf cannot occur with it
 
@@ -262,17 +262,12 @@ def narrow(x, dtype, saturate=True):
     return (saturated(x, dtype) if saturate else x).astype(dtype)
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def _matmul(dtype, x, y):
+def _matmul_forward(dtype, x, y):
     """x @ y with operands rounded to `dtype`, summed and returned in the statistics' dtype.
 
     Its gradients round the same way.  JAX's own would multiply float32 cotangents by bf16 operands,
     which tensor cores cannot do at the speed of bf16.
     """
-    return _matmul_forward(dtype, x, y)[0]
-
-
-def _matmul_forward(dtype, x, y):
     x, y = narrow(x, dtype), narrow(y, dtype)
     return _dot(x, y), (x, y)
 
@@ -288,4 +283,4 @@ def _dot(x, y):
     return jnp.matmul(x, y, precision="highest", preferred_element_type=mosaic.stat_dtype(x.dtype))
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul = with_gradient(_matmul_forward, _matmul_backward, nondiff_argnums=(0,))

@@ -214,7 +214,7 @@ def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
         functools.partial(form.body, s),
         name=f"{form.PREFIX}vlstm_states",
         out_type=(made,),
-        scratch_types=(form.scratch(s, with_other),),
+        scratch_types=form.scratch(s, with_other),
         **mosaic.grid(block=batch * s.heads * s.walked * s.x_tiles * s.y_tiles),
         num_threads=s.wgs,
         # No sum crosses warps, and Hopper's shared memory is full.

@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.tiles import LINES, Tiling, choose_tiling
 
 # ---- the formulas ------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ def _normalise(
             y = normalise(t, data[c], *stats)
             y = y * t.weight(weights["weight"], c) if "weight" in weights else y
             y = y + t.weight(weights["bias"], c) if "bias" in weights else y
-            y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
+            y = y * mosaic.sigmoid(rows["gate"][c]) if "gate" in rows else y
             mosaic.store(at(result, "x", c), y)
 
 
@@ -300,7 +299,7 @@ class _Tile(NamedTuple):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
         n = normalise(self.t, self.load("x", group, c), *self.stats[group])
         g = dy = self.load("dy", group, c)
-        gate = None if self.dgate is None else sigmoid(self.load("gate", group, c))
+        gate = None if self.dgate is None else mosaic.sigmoid(self.load("gate", group, c))
         if gate is not None:
             g = dy = dy * gate
         if self.weight is not None:

@@ -21,8 +21,6 @@ Each direction reads and writes every element once.
 kernels.py has the kernels; tiles.py decides which rows a block takes.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +30,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.kernels import backward, forward, name_of
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
@@ -137,16 +135,6 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     return y.astype(dtype), s
 
 
-def _kernels(x, weight, bias, residual, x_bias, gate, *, centered, eps):
-    return _norm(centered, eps, x, residual, weight, bias, x_bias, gate)
-
-
-FORMS = (
-    Form("general", _kernels, "sm_80", tiles.why_not, tiles.why_slower),
-    Form("xla", _reference),
-)
-
-
 def _check(x, weight, bias, residual, x_bias, gate):
     """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
@@ -171,13 +159,8 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _norm(centered, eps, x, residual, weight, bias, x_bias, gate):
-    """(y, s); s is None without a residual."""
-    return _save(centered, eps, x, residual, weight, bias, x_bias, gate)[0]
-
-
-def _save(centered, eps, x, residual, weight, bias, x_bias, gate):
+def _save(x, weight, bias, residual, x_bias, gate, centered, eps):
+    """((y, s), what the backward pass needs); s is None without a residual."""
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
     (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
@@ -186,8 +169,13 @@ def _save(centered, eps, x, residual, weight, bias, x_bias, gate):
 
 def _gradients(centered, _, saved, cotangents):
     (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, *gradients = backward(centered, x, stats, dy, ds, *others)
-    return dx.astype(dy.dtype), None if ds is None else dx, *gradients
+    dx, dweight, dbias, *gradients = backward(centered, x, stats, dy, ds, *others)
+    return dx.astype(dy.dtype), dweight, dbias, None if ds is None else dx, *gradients
 
 
-_norm.defvjp(_save, _gradients)
+_norm = with_gradient(_save, _gradients, nondiff_argnums=(6, 7))
+
+FORMS = (
+    Form("general", _norm, "sm_80", tiles.why_not, tiles.why_slower),
+    Form("xla", _reference),
+)

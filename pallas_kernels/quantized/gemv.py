@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.activations.activation import gelu_forward_tile, swiglu_forward_tile
+from pallas_kernels.activations.activation import finished
 from pallas_kernels.mosaic import ROW, read
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import dot, load_words
@@ -258,7 +258,7 @@ def _existing(p: RowPlan, turn):
 
 
 def _fetch(p: RowPlan, weight: _Weight, n, turn):
-    """The words, scales and offsets of a turn; past the last turn those of the last one."""
+    """The words, scales and offsets of a turn; past the last turn, the last turn's again."""
     turn, parts = _existing(p, turn), weight.words.shape[2]
     steps = pl.ds(turn * TURN, TURN)
     words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
@@ -353,11 +353,3 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]
     mosaic.store(refs.out.at[here], finished(p.activation, ys, biases, residual))
-
-
-def finished(activation, ys, biases, residual):
-    """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
-    ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
-    tile = {"gelu": gelu_forward_tile, "swiglu": swiglu_forward_tile}.get(activation)
-    (y,) = tile(*ys) if tile else ys
-    return y if residual is None else y + residual

@@ -14,7 +14,7 @@ multiplies 8 bits twice as fast as bfloat16.
     |x - codes t|  at most t / 2 (int8), or 2^-4 |x| + 2^-10 t (fp8), and float32's rounding
 
 XLA quantises the rows in two small kernels and multiplies by cuBLASLt or by Triton, whichever it
-times faster.  The sums of int8 are exact, in int32; an H100 adds about 14 bits of those of fp8.
+times faster.  Sums of int8 are exact, in int32; an H100 adds fp8 products with about 14 bits.
 
 All forms add in float32.  XLA and the kernels of several rows round w' to x's dtype; the kernel of
 one row does not round it.  The gradient of x, for LoRA, is gemm.py's kernel for 4 and 8 bits and

@@ -84,9 +84,9 @@ def test_a_float8_cache_changes_little(name):
     x = jnp.where(jnp.arange(40)[:, None] < lengths[:, None, None], x[:, :40], 1e6)  # unread
 
     def run(float8):
-        _, cache = layer.with_cache(x, jnp.arange(40), None, Cache(lengths, 48, float8))
+        _, cache = layer.with_cache(x, jnp.arange(40), Cache(lengths, 48, float8))
         after = replace(cache, lengths=lengths + 1)
-        return layer.with_cache(last, lengths[:, None], None, after)
+        return layer.with_cache(last, lengths[:, None], after)
 
     (exact, _), (y, cache) = run(False), run(True)
     assert [a.dtype for a in cache.arrays] == ["float8_e4m3fn"] * 2 + ["float32"] * 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernel_checks import names_in
+from tiny_models import tiny
 
 from jaxllm.layers import (
     MLP,
@@ -22,6 +23,7 @@ from jaxllm.layers import (
 )
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, fan_out
+from jaxllm.models import create
 from jaxllm.sharding import P, spec_of
 
 
@@ -199,13 +201,13 @@ def test_segments_do_not_see_each_other(kind):
     assert np.abs(packed - run(x, None))[:, 5:].max() > 1e-3
 
 
-@pytest.mark.parametrize("layer", [Attention, VLSTMLayer])
-def test_segments_with_a_cache_are_refused(layer):
+@pytest.mark.parametrize("name", ["llama3", "vlstm"])
+def test_segments_with_a_cache_are_refused(name):
     """They were ignored: the segments of a row saw each other."""
-    layer, x = layer(16, 2, rngs=nnx.Rngs(0)), normal(1, 1, 4, 16)
-    cache, positions = Cache(jnp.array([4]), 8), [None] * (type(layer) is Attention)
-    with pytest.raises(ValueError, match="segment_ids do not go with a cache"):
-        layer.with_cache(x, *positions, jnp.array([[0, 0, 1, 1]]), cache)
+    model = create(tiny(name))
+    embedded, caches = model.embedding(jnp.zeros((1, 4), jnp.int32)), [Cache(jnp.array([4]), 8)]
+    with pytest.raises(ValueError, match="segment_ids do not go with caches"):
+        model.advance(embedded, segment_ids=jnp.array([[0, 0, 1, 1]]), caches=caches)
 
 
 def test_positions_of_attention_are_relative_but_not_ignored():

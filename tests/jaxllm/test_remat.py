@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig
 from jaxllm.models import create
-from jaxllm.models.language_model import run_block
-from jaxllm.models.stream import Stream
+from jaxllm.models.language_model import Stream, run_block
 from pallas_kernels.explain import _kernels
 
 CHOICES = ["dots", "mlp", "attention", "block"]

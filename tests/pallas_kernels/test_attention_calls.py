@@ -11,7 +11,6 @@ from attention_inputs import BF16, FP16, inputs
 from kernel_checks import ON_GPU, assert_error_ratio, normal
 
 from pallas_kernels import dispatch
-from pallas_kernels.flash_attention import op as attention_module
 from pallas_kernels.flash_attention.op import attention, attention_reference, why_not
 
 
@@ -53,7 +52,8 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
 def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
     calls = []
-    monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_, **options: calls.append(1) or q)
+    cudnn = lambda q, *_, **options: calls.append(1) or q
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
     why = {
         "cudnn": "older",
         "general": "supported",

@@ -96,13 +96,13 @@ def test_a_packed_array_that_does_not_fit_is_an_error():
     packed = Packed(x, ((5, 64), (2, 64), (2, 64)))
     with pytest.raises(ValueError, match="H=5 query heads are not a multiple of K=2"):
         attention(packed)
-    with pytest.raises(ValueError, match="q is packed with k and v: pass neither"):
+    with pytest.raises(ValueError, match="q is packed with k and v: pass k=None and v=None"):
         attention(packed, x)
-    with pytest.raises(ValueError, match="k and v are missing"):
+    with pytest.raises(ValueError, match="q is not packed: pass k and v, too"):
         attention(x.reshape(1, 8, 9, 64))
     with pytest.raises(ValueError, match="q is packed with k: pass k=None"):
         rope(packed, x, jnp.arange(8))
-    with pytest.raises(ValueError, match="k is missing"):
+    with pytest.raises(ValueError, match="q is not packed: pass k, too"):
         rope(x.reshape(1, 8, 9, 64), None, jnp.arange(8))
 
 

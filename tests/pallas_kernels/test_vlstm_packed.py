@@ -113,7 +113,7 @@ def test_what_is_packed_is_said_once():
     gates, q = [jnp.zeros((1, 8, 1))] * 2, jnp.zeros((1, 8, 1, 64))
     with pytest.raises(ValueError, match="q is packed with k and v: pass k=None and v=None"):
         vlstm(packed(jnp.zeros((1, 8, 192)), 1, 64), q, q, *gates)
-    with pytest.raises(ValueError, match="k and v are missing"):
+    with pytest.raises(ValueError, match="q is not packed: pass k and v, too"):
         vlstm(q, None, None, *gates)
     with pytest.raises(ValueError, match="packed has 3 parts, not q, k, v, o"):
         on_one(jnp.zeros((1, 8, 192)), *gates, 64, norm_weight=jnp.ones((1, 64)))
