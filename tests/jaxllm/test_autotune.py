@@ -145,7 +145,13 @@ def test_programs_read_longest_ago_are_deleted_above_the_limit(cache, monkeypatc
     folder, other = cache / "compiled", cache / "users"
     other.mkdir(parents=True)
     folder.mkdir()
-    for name, read, written in (("a.step", 5, 1), ("b.step", 2, 2), ("c", 1, 3), ("d", 4, 4)):
+    for name, read, written in (
+        ("a.step", 5, 1),
+        ("b.step", 2, 2),
+        ("c", 1, 3),
+        ("d", 4, 4),
+        ("e.step.tmp-f", 3, 3),  # of a killed process
+    ):
         path = folder / (name if "." in name else f"{name}-cache")
         path.write_bytes(b"x" * 10)
         os.utime(path, (read, written))
