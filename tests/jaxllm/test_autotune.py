@@ -13,6 +13,7 @@ import training_runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.data import cache as data_cache
+from jaxllm.train import programs
 from jaxllm.train.programs import compile_autotuned
 
 LOAD, DUMP = (
@@ -88,6 +89,27 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_cache_that_takes_no_file_costs_only_time(full, tmp_path, monkeypatch):
+    if full:
+        write = programs.put
+
+        def put(path, content):
+            if "cache" in path.parts:
+                raise OSError(28, "No space left on device")
+            write(path, content)
+
+        monkeypatch.setattr(programs, "put", put)
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    timings = tmp_path / "compiled" / "timings.txt"
+    compile_autotuned(lowered := Lowered(), timings)
+    assert lowered.options[1] == {LOAD: str(timings)}
+    compile_autotuned(again := Lowered(), timings)
+    assert again.options == lowered.options[1:]
 
 
 def test_a_part_of_a_program_in_jaxs_cache_is_compiled_again(tmp_path):

@@ -174,6 +174,13 @@ def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_a_cache_folder_that_is_a_file_costs_one_line(place, caplog):
+    place.parent.touch()
+    program = find(launch.trace_step, trainer := make())
+    assert [line.partition(":")[0] for line in caplog.messages] == ["the compiled step is not kept"]
+    assert int(program(trainer.init(), trainer.put_batch(batch(0)))[0].step) == 1
+
+
 def test_a_pickle_of_another_user_is_not_opened(place, monkeypatch, caplog):
     place.parent.mkdir()
     place.write_bytes(programs._checksum(place, b"x") + b"x")
