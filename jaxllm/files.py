@@ -70,7 +70,7 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces a file atomically: even if the process is killed, it has the old or new content."""
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    temporary = Path(f"{path}.tmp-{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

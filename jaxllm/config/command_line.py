@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +58,8 @@ def read(argv: list[str]) -> Arguments:
         return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or _unused(Path("runs") / f"{Path(args.config).stem}-{stamp}")
-    check_free(out_dir)
     config = _absolute(configs.load(args.config, overrides))
+    check_free(out_dir)
     if args.out_dir is None and (config.mesh.distributed or args.process is not None):
         raise InputError("several processes need --out_dir: a directory that all of them see")
     return Arguments(config, out_dir, False, args.dry_run, *peers)
@@ -78,7 +78,7 @@ def _absolute(config: configs.Config) -> configs.Config:
     for name, keys in sections.items():
         section = getattr(config, name)
         paths = {key: getattr(section, key) for key in keys if getattr(section, key)}
-        paths = {key: os.path.abspath(os.path.expanduser(path)) for key, path in paths.items()}
+        paths = {key: os.path.abspath(Path(path).expanduser()) for key, path in paths.items()}
         updated[name] = section.model_copy(update=paths)
     return config.model_copy(update=updated)
 
@@ -125,6 +125,12 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see --help")
 
 
+_SAID = {  # {part of an error's message: what it means here}
+    "Disable jit": "JAX_DISABLE_JIT is set: unset it",  # JAX compiles nothing ahead of time then
+    "determine home directory": "no home directory for ~: set HOME, or name the folder in full",
+}
+
+
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
@@ -146,8 +152,7 @@ def exit_status(
         error_line(str(error))
         return 1
     except (AssertionError, RuntimeError, ValueError) as error:
-        disabled = "Disable jit" in str(error)  # JAX compiles nothing ahead of time then
-        why = "JAX_DISABLE_JIT is set: unset it" if disabled else _no_device()
+        why = next((why for said, why in _SAID.items() if said in str(error)), None) or _no_device()
         if why is None:
             raise
         error_line(why)
@@ -254,8 +259,8 @@ def _add_processes(parser: Parser) -> None:
 def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Raises InputError for options that do not describe one or more processes."""
     count, index, coordinator = args.processes, args.process, args.coordinator
-    if count is not None and count < 1:
-        raise InputError(f"--processes {count} must be at least 1")
+    if count is not None and not 1 <= count <= (most := 64 if index is None else 2**16):
+        raise InputError(f"--processes {count} must be 1 to {most}")  # each forks, on one machine
     if index is not None or coordinator is not None:
         if count is None or index is None or coordinator is None:
             raise InputError("--process I needs --processes N and --coordinator HOST:PORT")
@@ -355,26 +360,34 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> conf
         )
     stored = _absolute(configs.load(str(stored_path)))
     wanted = _absolute(configs.load(args.config or str(stored_path), overrides))
-    old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
+    check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
+    return wanted
+
+
+def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> None:
+    """Raises InputError for a setting that a resumed run cannot change, unless it is in `free`.
+
+    An earlier version may have stored fewer settings.
+    """
+    old, new = _flat(stored), _flat(wanted)
     # Another model has other values everywhere, so its type comes first.
-    for key in ["model.type", *sorted(set(old) | set(new))]:
-        if old.get(key) != new.get(key) and key not in CHANGEABLE | (RATE & set(overrides)):
+    for key in ["model.type", *sorted(new)]:
+        value, before = new[key], old.get(key, new[key])
+        if value != before and key not in CHANGEABLE | free:
             fix = "start a new run from its weights"
             if key in RATE:
-                fix = f"to change it say --{key} {new.get(key)} here, or {fix}"
+                fix = f"to change it say --{key} {value} here, or {fix}"
             raise InputError(
-                f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"
-                f" {args.out_dir}; a resumed run keeps it: {fix} (--model.init_from {args.out_dir},"
-                " another --out_dir)"
+                f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
+                f" keeps it: {fix} (--model.init_from {out_dir}, another --out_dir)"
             )
-    return wanted
 
 
 def _flat(values: dict, prefix: str = "") -> dict:
     flat = {}
     for name, value in values.items():
+        flat[prefix + name] = value
         if isinstance(value, dict):
+            flat[prefix + name] = "a section"
             flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
     return flat

@@ -165,6 +165,7 @@ _WORDS = (  # pydantic's wording, which addresses programmers, and ours
     ("a valid string", "text"),
     ("a valid boolean", "true or false"),
     ("an object", "a section with keys"),
+    ("String should have at least 1 character", "must not be empty"),
 )
 
 

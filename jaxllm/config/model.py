@@ -12,8 +12,10 @@ Layers = Annotated[int, Field(ge=1, le=4096)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30)]  # float32 rounds none to 0
+NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Name = Annotated[str, Field(min_length=1)]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
 FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
     "int8": ("int", 8),
@@ -41,16 +43,16 @@ class RopeScaling(Section):
     """
 
     factor: float = Field(
-        8.0, ge=1, description="divisor of the low frequencies (Llama 3.1: 8, 3.2: 32)"
+        8.0, ge=1, le=1e30, description="divisor of the low frequencies (Llama 3.1: 8, 3.2: 32)"
     )
-    low_freq_factor: float = Field(
-        1.0, gt=0, description="wavelengths above O / low_freq_factor are scaled in full"
+    low_freq_factor: Positive = Field(
+        1.0, description="wavelengths above O / low_freq_factor are scaled in full"
     )
-    high_freq_factor: float = Field(
-        4.0, gt=0, description="wavelengths below O / high_freq_factor are not scaled"
+    high_freq_factor: Positive = Field(
+        4.0, description="wavelengths below O / high_freq_factor are not scaled"
     )
-    original_max_position_embeddings: int = Field(
-        8192, ge=1, description="O, the context length before scaling, in tokens"
+    original_max_position_embeddings: Count = Field(
+        8192, description="O, the context length before scaling, in tokens"
     )
 
     @model_validator(mode="after")
@@ -117,7 +119,7 @@ class _Model(Section):
         " mixing and the matmuls into the feed-forward layer; attention: all but the mixing;"
         " block: everything",
     )
-    init_from: str | None = Field(
+    init_from: Name | None = Field(
         None, description="initial weights: a Hugging Face folder or a run's directory"
     )
 

@@ -10,7 +10,9 @@ from jaxllm.config.model import (
     Count,
     Fraction,
     ModelConfig,
+    Name,
     Natural,
+    NotNegative,
     Positive,
     Section,
     Seed,
@@ -29,12 +31,12 @@ class DataConfig(Section):
         description="format of the data; stdlib: the source text of Python's own library, which"
         " needs no path; chat: conversations in JSON lines and parquet, or prepared",
     )
-    path: str | None = Field(None, description="file, folder or glob of the training data")
-    val_path: str | None = Field(
+    path: Name | None = Field(None, description="file, folder or glob of the training data")
+    val_path: Name | None = Field(
         None, description="file, folder or glob of the validation data; null: hold out a part"
     )
-    text_column: str = Field("text", description="column of the text in JSON lines and parquet")
-    tokenizer: str | None = Field(
+    text_column: Name = Field("text", description="column of the text in JSON lines and parquet")
+    tokenizer: Name | None = Field(
         None, description="a tokenizer.json or its folder; null: train a byte-level BPE on the data"
     )
     special_tokens: Literal["text", "tokens"] = Field(
@@ -42,13 +44,13 @@ class DataConfig(Section):
         description="what the names of special tokens in a document are; text: plain text, so that"
         " no document can end itself or imitate a chat; tokens: these tokens",
     )
-    end_token: str | None = Field(
+    end_token: Name | None = Field(
         None, description="the token that ends a document; null: the one that the tokenizer names"
     )
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="number of entries of the trained tokenizer"
     )
-    cache_dir: str | None = Field(
+    cache_dir: Name | None = Field(
         None,
         description="folder for trained tokenizers and encoded text; null: jaxllm in"
         " $XDG_CACHE_HOME or ~/.cache",
@@ -102,7 +104,7 @@ class TrainConfig(Section):
     keep_checkpoints: Count = Field(
         2, description="number of newest checkpoints to keep, besides the best"
     )
-    skip_spikes: Annotated[float, Field(ge=0)] = Field(
+    skip_spikes: NotNegative = Field(
         0.0,
         description="skip an update whose loss exceeds the mean of the last 100 by this many"
         " standard deviations; 0: never (updates that are not finite are always skipped)",
@@ -171,13 +173,11 @@ class OptimizerConfig(Section):
     decay_fraction: Fraction = Field(
         0.2, description="wsd: length of the decay, as a fraction of all steps"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="weight decay, on matrices only"
-    )
+    weight_decay: NotNegative = Field(0.1, description="weight decay, on matrices only")
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
+    clip_norm: NotNegative = Field(
         1.0, description="limit of the global gradient norm; 0: no clipping"
     )
 

@@ -51,7 +51,7 @@ def keep_compiled() -> None:
 
 def _trim(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process deletes them
-        paths = [*folder.glob("*-cache"), *folder.glob("*.step")]
+        paths = [*folder.glob("*-cache"), *folder.glob("*.step*")]  # also what kills have left
         files = [(path, path.stat()) for path in paths]
         files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
         excess = sum(stat.st_size for _, stat in files) - _COMPILED

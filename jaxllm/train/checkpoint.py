@@ -133,6 +133,8 @@ class Checkpoints:
             raise self._damaged(step, e, wanted) from e
         if name := first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
+        if (inside := int(flat.get("step", step))) != step:
+            raise self._damaged(step, ValueError(f"it is of step {inside}"))
         # A step cannot take over the memory of all of these arrays: on a CPU some are views of what
         # Orbax read.  Each is copied, and freed before the next one.
         for name in wanted:

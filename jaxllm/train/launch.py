@@ -251,15 +251,16 @@ def open_log(
         return SilentLog()
     config = trainer.config
     tokens = config.train.batch_size * config.train.seq_len
-    # A run that is killed before its first checkpoint begins again at --resume; a copy without this
-    # folder does not.
-    (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     if dataset.tokenizer is not None:  # makes the directory self-contained
         path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer
         if path.exists() and Tokenizer(path).digest != tokenizer.digest:
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         tokenizer.copy_to(out_dir)
+    # First: a folder with checkpoints/ and without config.yaml could neither begin nor resume.
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
+    # A run that is killed before its first checkpoint begins again at --resume; a copy without this
+    # folder does not.
+    (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     device = device_name(trainer.mesh)
     about: dict[str, Any] = {
         "model": trainer.describe(), "tokens_per_step": tokens, "device": device

@@ -60,6 +60,7 @@ class RunLog:
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         before = _keep_until(self.path, start)
+        self.rows = len(before)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
         self.seconds = deque[float]()  # duration of the last steps
@@ -162,6 +163,7 @@ class RunLog:
         # JSON has no NaN or infinity, so they become null.
         finite = lambda v: v if isinstance(v, str) or math.isfinite(v) else None
         row = {k: finite(v) for k, v in row.items()}
+        self.rows += 1
         row["seconds"] = round(time.perf_counter() - self.began, 3)
         reported = bool(self.unwritten)
         self.unwritten += json.dumps(row).encode() + b"\n"
@@ -230,6 +232,8 @@ class Board:
 
 class SilentLog:
     """Replaces RunLog on all processes but the first, and logs nothing."""
+
+    rows = 0
 
     def train(self, *_) -> None: ...
     def evaluation(self, *_) -> None: ...

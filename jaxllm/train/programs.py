@@ -6,6 +6,7 @@ neither traces nor lowers its step, which takes most of its time: 13 of 24 s for
 H100 (JAX 0.12.0.1, 2026-11-25).
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -27,8 +28,8 @@ from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 log = logging.getLogger("jaxllm")
-# What JAX, XLA, Mosaic and our dispatch read from the environment.
-_READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "LD_LIBRARY_PATH")
+# What JAX, XLA, Mosaic, Flax and our dispatch read from the environment.
+_READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "FLAX", "LD_LIBRARY_PATH")
 
 
 def find_or_compile(
@@ -58,7 +59,8 @@ def _place(trainer: Trainer, name: str) -> Path | None:
     if jax.default_backend() != "gpu" or times_together or not cache_is_used():
         return None
     parts = step_parts(trainer, name)
-    if "dump" in str(parts["environment"]).lower():
+    session = not hasattr(sys.modules["__main__"], "__file__")  # its code has no text to compare
+    if session or "dump" in str(parts["environment"]).lower():
         return None
     return cache_folder(None) / "compiled" / f"{digest(parts)}.step"
 
@@ -75,10 +77,11 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
     sizes = "device_kind", "compute_capability", "core_count", "shared_memory_per_block_optin"
     arrays = jax.tree.leaves_with_path((trainer.abstract_state(), trainer.abstract_batch()))
     installed = {path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")}
+    scripts, newest = _modules()
     return {
         "step": name,
-        "sources": source_digest(),
-        "installed": [sys.version, *sorted(installed)],
+        "sources": [source_digest(), *scripts],
+        "installed": [sys.version, newest, *sorted(installed)],
         "compilers": [devices[0].client.platform_version, str(dispatch.compiler())],
         "process": [jax.process_index(), jax.process_count()],
         "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
@@ -91,6 +94,24 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
         "settings": {key: repr(value) for key, value in sorted(jax.config.values.items())},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_READ)},
     }
+
+
+def _modules() -> tuple[list[str], int]:
+    """(digests of the loaded modules that are neither ours nor installed, the newest other's time).
+
+    A script may replace a layer or an op before it starts a run, or bring its own pallas_kernels.
+    """
+    ours, stdlib = str(Path(__file__).parents[2]), os.path.dirname(os.__file__)
+    counted = tuple(os.path.join(ours, name, "") for name in ("jaxllm", "pallas_kernels"))
+    scripts, newest = [], 0
+    for path in {getattr(module, "__file__", None) for module in list(sys.modules.values())}:
+        if path is None or path.startswith(counted) or not os.path.isfile(path):
+            continue
+        if "-packages" in path or path.startswith(stdlib):  # site-packages, dist-packages
+            newest = max(newest, os.stat(path).st_mtime_ns)
+        else:
+            scripts.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    return sorted(scripts), newest
 
 
 def write(
@@ -108,9 +129,14 @@ def write(
     times = timings.read_bytes() if timings is not None and timings.exists() else None
     try:
         content = pickle.dumps((serialize_executable.serialize(program), decisions, times))
-        put(place, hashlib.sha256(content).digest() + content)
+        put(place, _checksum(place, content) + content)
     except Exception as e:  # whatever JAX or pickle raises, or a full disk
         log.warning("the compiled step is not kept: %s", in_short(e))
+
+
+def _checksum(place: Path, content: bytes | memoryview) -> bytes:
+    """Differs, too, for the whole file of another step that lies under this name."""
+    return hashlib.sha256(place.name.encode() + content).digest()
 
 
 def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
@@ -120,17 +146,20 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
     """
     try:
         content = memoryview(place.read_bytes())
-        if hashlib.sha256(content[32:]).digest() != content[:32]:
+        if place.stat().st_uid != os.getuid():  # a pickle may run any code
+            raise ValueError("it belongs to another user")
+        if _checksum(place, content[32:]) != content[:32]:
             raise ValueError("its checksum differs")
         serialized, decisions, times = pickle.loads(content[32:])
         if timings is not None and timings.exists() and timings.read_bytes() != times:
             return None
         devices = list(trainer.mesh.devices.flat)
         program = serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # no folder of ours
         return None
     except Exception as e:  # whatever JAX or pickle raises for a file that is not as it was
-        place.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.unlink()
         log.warning("%s cannot be read, compiling again: %s", place, in_short(e))
         return None
     if timings is not None and times is not None:
@@ -154,7 +183,7 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
     key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
     if not cache_is_used():
         shared = timings.parent
-    elif not timings.exists() and (known := shared / f"{key}.txt").exists():
+    elif not timings.exists() and os.access(known := shared / f"{key}.txt", os.R_OK):
         put(timings, known.read_bytes())
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
@@ -168,11 +197,14 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
         if not partial.exists():  # there was nothing to choose
             return lowered.compile()
         partial.replace(timings)
-        put(shared / f"{key}.txt", timings.read_bytes())
     # The name is a part of the key of the compiled program, so all runs have the same.
     times = timings.read_bytes()
     named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
-    put(named, times)
+    try:
+        put(shared / f"{key}.txt", times)
+        put(named, times)
+    except OSError:  # the cache is full or not writable
+        named = timings
     return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
 
 

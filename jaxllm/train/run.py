@@ -165,10 +165,13 @@ class Run:
             vocab_size=config.model.vocab_size,
         )
         self.prompt = launch.prompt_of(config.sample, self.dataset)
-        self.start, self.samples = 0, 0
+        self.start, self.samples, saved = 0, 0, {}
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
+            saved, free = self.checkpoints.about(newest), {"data.tokenizer", "model.init_from"}
+            free |= command_line.RATE  # config.yaml may be newer; files may have moved
+            command_line.check_kept(saved["config"], config.model_dump(), free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
@@ -191,6 +194,8 @@ class Run:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
+        if (lost := saved.get("rows", 0) - self.log.rows) > 0:
+            self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
 
     def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
         """Trains to the last step or a signal; returns the exit status, None to roll back.
@@ -377,6 +382,7 @@ class Run:
             "config": self.config.model_dump(),
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
+            "rows": self.log.rows,
         }
         if self.base is not None:
             about["base"] = self.base._asdict()

@@ -13,6 +13,7 @@ import training_runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.data import cache as data_cache
+from jaxllm.train import programs
 from jaxllm.train.programs import compile_autotuned
 
 LOAD, DUMP = (
@@ -90,6 +91,27 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_cache_that_takes_no_file_costs_only_time(full, tmp_path, monkeypatch):
+    if full:
+        write = programs.put
+
+        def put(path, content):
+            if "cache" in path.parts:
+                raise OSError(28, "No space left on device")
+            write(path, content)
+
+        monkeypatch.setattr(programs, "put", put)
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    timings = tmp_path / "compiled" / "timings.txt"
+    compile_autotuned(lowered := Lowered(), timings)
+    assert lowered.options[1] == {LOAD: str(timings)}
+    compile_autotuned(again := Lowered(), timings)
+    assert again.options == lowered.options[1:]
+
+
 def test_a_part_of_a_program_in_jaxs_cache_is_compiled_again(tmp_path):
     """JAX writes into its cache in place, so a killed process may leave a part."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -145,7 +167,13 @@ def test_programs_read_longest_ago_are_deleted_above_the_limit(cache, monkeypatc
     folder, other = cache / "compiled", cache / "users"
     other.mkdir(parents=True)
     folder.mkdir()
-    for name, read, written in (("a.step", 5, 1), ("b.step", 2, 2), ("c", 1, 3), ("d", 4, 4)):
+    for name, read, written in (
+        ("a.step", 5, 1),
+        ("b.step", 2, 2),
+        ("c", 1, 3),
+        ("d", 4, 4),
+        ("e.step.tmp-f", 3, 3),  # of a killed process
+    ):
         path = folder / (name if "." in name else f"{name}-cache")
         path.write_bytes(b"x" * 10)
         os.utime(path, (read, written))

@@ -124,6 +124,22 @@ def test_damage_is_reported_with_the_previous_checkpoint(tmp_path):
         Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
 
 
+def test_a_checkpoint_under_the_name_of_another_is_damage(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": jnp.int32(step)}, ABOUT, None)
+    checkpoints.close()
+    assert Checkpoints(tmp_path, 2).restore(2, {"step": jnp.int32(0)})["step"] == 2
+    with pytest.raises(InputError, match=r"of another model: step is \[\[\], 'int32'\]; this mo"):
+        Checkpoints(tmp_path, 2).restore(2, {"step": jnp.zeros(3)})
+    shutil.rmtree(tmp_path / "2")
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    with pytest.raises(
+        InputError, match=r"2 is damaged \(ValueError: it is of step 1\); to contin"
+    ):
+        Checkpoints(tmp_path, 2).restore(2, {"step": jnp.int32(0)})
+
+
 def test_tracebacks_of_orbax_are_hidden_and_no_others(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(str(told.exc_value)))

@@ -84,6 +84,21 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"model.d_model": "2000000000"}, "model.d_model=2000000000: must be at most 1048576"),
         ({"model.vocab_size": "1000000000000"}, "model.vocab_size=1000000000000: must be at most"),
         ({"model.n_layers": "1000000000"}, "model.n_layers=1000000000: must be at most 4096"),
+        (
+            {"optimizer.weight_decay": "1e300"},
+            "optimizer.weight_decay=1e+300: must be at most 1000",
+        ),
+        ({"optimizer.clip_norm": "1e300"}, "optimizer.clip_norm=1e+300: must be at most 1000"),
+        ({"train.skip_spikes": "1e300"}, "train.skip_spikes=1e+300: must be at most 1000"),
+        ({"model.rope_scaling.factor": "1e39"}, "scaling.factor=1e+39: must be at most 1000"),
+        (
+            {"model.rope_scaling.original_max_position_embeddings": str(2**31)},
+            "original_max_position_embeddings=2147483648: must be less than 2147483648",
+        ),
+        # An unset variable of the shell: the cache would go to the current folder.
+        ({"data.cache_dir": ""}, "data.cache_dir='': must not be empty"),
+        ({"model.init_from": ""}, "model.init_from='': must not be empty"),
+        ({"data.tokenizer": ""}, "data.tokenizer='': must not be empty"),
         ({"profile.steps": "5"}, "steps='5' is not FIRST:END"),
         ({"profile.steps": "5:502"}, "profile.steps=5:502 ends after train.steps=420; its end is"),
     ],

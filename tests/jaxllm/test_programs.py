@@ -102,6 +102,8 @@ def test_where_a_step_is_kept(monkeypatch, tmp_path):
     """On a GPU, unless JAX's settings, dumps or matmuls that are timed together forbid it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(programs, "cache_is_used", lambda: True)
+    main = programs.sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", __file__, raising=False)
     trainer = make()
     place = lambda: programs._place(trainer, "trace_step")
     assert place() is None
@@ -120,6 +122,9 @@ def test_where_a_step_is_kept(monkeypatch, tmp_path):
         assert len({first, place(), None}) == 3  # each process has its own
         trainer = make(train=TrainConfig(**TRAIN, deterministic=False))
         assert place() is None  # they would time matmuls together
+    with monkeypatch.context() as patch:  # a notebook: nothing tells what it has changed
+        patch.delattr(main, "__file__")
+        assert place() is None
     monkeypatch.setattr(programs, "cache_is_used", lambda: False)
     assert place() is None
 
@@ -142,15 +147,16 @@ def test_a_second_run_finds_the_step_of_the_first(tiny, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["bit", "end", "empty", "another pickle"])
+@pytest.mark.parametrize("kind", ["bit", "end", "empty", "another pickle", "another step"])
 def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
     find(launch.trace_step, trainer := make())
     whole, traced = place.read_bytes(), []
     content = bytearray(whole)
     content[len(whole) // 2] ^= 1
     other = pickle.dumps(((b"x", None, None), {}, None))
-    other = programs.hashlib.sha256(other).digest() + other
+    other = programs._checksum(place, other) + other
     cut = {"bit": bytes(content), "end": whole[:-1], "empty": b"", "another pickle": other}
+    cut["another step"] = programs._checksum(place.with_name("y.step"), whole[32:]) + whole[32:]
     place.write_bytes(cut[kind])
     assert not caplog.messages
 
@@ -166,6 +172,22 @@ def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
     assert int(program(trainer.init(), trainer.put_batch(batch(0)))[0].step) == 1
     find(never, trainer)  # it is whole again
     assert len(caplog.messages) == 1
+
+
+def test_a_cache_folder_that_is_a_file_costs_one_line(place, caplog):
+    place.parent.touch()
+    program = find(launch.trace_step, trainer := make())
+    assert [line.partition(":")[0] for line in caplog.messages] == ["the compiled step is not kept"]
+    assert int(program(trainer.init(), trainer.put_batch(batch(0)))[0].step) == 1
+
+
+def test_a_pickle_of_another_user_is_not_opened(place, monkeypatch, caplog):
+    place.parent.mkdir()
+    place.write_bytes(programs._checksum(place, b"x") + b"x")
+    monkeypatch.setattr(programs.os, "getuid", lambda: place.stat().st_uid + 1)
+    monkeypatch.setattr(programs.pickle, "loads", lambda content: pytest.fail("it is opened"))
+    assert programs.read(place, make(), None) is None
+    assert caplog.messages[0].endswith("compiling again: ValueError: it belongs to another user")
 
 
 def test_what_cannot_be_kept_is_said_in_one_line(place, monkeypatch, caplog):
@@ -248,6 +270,18 @@ def _package(patch):
     patch.setattr(programs.sys, "path", [*programs.sys.path, _package.folder])
 
 
+def _module(path, text):
+    """Another text in a module's file."""
+
+    def change(patch):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (3e9, 3e9))  # the newest of all
+        patch.setitem(programs.sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
+
+    return change
+
+
 def _device(name, value):
     """The device of a trainer with another attribute."""
 
@@ -296,6 +330,7 @@ CHANGES = {
     ),
     "our kernels": (lambda patch: patch.setenv("JAXLLM_KERNELS", "general"), {"environment"}),
     "Mosaic": (lambda patch: patch.setenv("MOSAIC_GPU_X", "1"), {"environment"}),
+    "Flax": (lambda patch: patch.setenv("FLAX_X", "1"), {"environment"}),
 }
 
 
@@ -305,6 +340,17 @@ def test_every_part_of_the_key_makes_another_step(what, monkeypatch, tmp_path):
     _package.folder = str(tmp_path)
     change, parts = CHANGES[what]
     assert part_of_key(monkeypatch, change) == parts
+
+
+def test_a_script_and_an_edited_package_make_another_step(monkeypatch, tmp_path):
+    """A script may replace a layer, also from a checkout; JAX or optax may be edited in place."""
+    assert part_of_key(monkeypatch, _module(tmp_path / "script.py", "a")) == {"sources"}
+    assert part_of_key(monkeypatch, _module(tmp_path / "script.py", "b")) == {"sources"}
+    monkeypatch.setattr(programs, "__file__", str(tmp_path / "jaxllm" / "train" / "programs.py"))
+    assert part_of_key(monkeypatch, _module(tmp_path / "script2.py", "b")) == {"sources"}
+    assert not part_of_key(monkeypatch, _module(tmp_path / "jaxllm" / "x.py", "b"))
+    place = tmp_path / "site-packages" / "optax.py"
+    assert part_of_key(monkeypatch, _module(place, "a")) == {"installed"}
 
 
 @pytest.mark.parametrize(

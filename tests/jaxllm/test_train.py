@@ -202,6 +202,27 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lambda rows: [rows[0], "\0" * 50, *rows[2:40]], 26),  # as after a loss of power
+        (lambda rows: [*rows, '{"step": 61, "lo'], 0),  # a kill after the checkpoint
+    ],
+)
+def test_a_damaged_file_of_metrics_is_noticed(damage, lost, straight, tmp_path, capsys):
+    whole = (straight[0] / "metrics.jsonl").read_text().splitlines()
+    assert len(whole) == 65  # 60 losses, 3 evaluations, 2 samples
+    shutil.copytree(straight[0], tmp_path / "x")
+    (tmp_path / "x" / "metrics.jsonl").write_text("\n".join(damage(whole)))
+    words = ["--resume", "--out_dir", str(tmp_path / "x"), "--train.steps", "61"]
+    assert train.main([*words, "--sample.tokens", "0"]) == 0
+    line = f"metrics.jsonl is damaged: it lacks {lost} rows of this run"
+    assert (line in capsys.readouterr().out) == (lost > 0)
+    steps = [row["step"] for row in read_metrics(tmp_path / "x" / "metrics.jsonl")]
+    assert len(steps) == 65 - lost + 2
+    assert steps[-1] == 61
+
+
 @pytest.fixture
 def interrupts():
     """SIGINT raises KeyboardInterrupt, also where a shell started pytest in the background."""
@@ -347,13 +368,12 @@ class TestFinishedRun:
         message = error_of(capsys, "--resume", "--out_dir", copy, "--config", "gpt2_small")
         assert "model.type='gpt2' differs from 'llama3'" in message
 
-    def test_a_checkpoint_of_another_model_is_refused(self, copy, capsys):
+    def test_the_configuration_of_another_model_is_refused(self, copy, capsys):
         stored = yaml.safe_load((copy / "config.yaml").read_text())
         stored["model"]["d_ff"] = 192
         (copy / "config.yaml").write_text(yaml.safe_dump(stored))
         message = error_of(capsys, "--resume", "--out_dir", copy, "--train.steps", "70")
-        assert "is of another model" in message
-        assert "[64, 128]" in message or "[128, 64]" in message
+        assert "model.d_ff=192 differs from 128 of the run in" in message
 
     def test_other_data_is_refused(self, copy, tmp_path, capsys):
         (tmp_path / "other.txt").write_text("another cat and another rat " * 2000)

@@ -11,7 +11,9 @@ from training_runs import REPO, error_of
 
 from jaxllm import config as configs
 from jaxllm.config import command_line
+from jaxllm.data import open_dataset
 from jaxllm.train import launch
+from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.process import lock_directory
 from pallas_kernels import dispatch
 
@@ -59,6 +61,11 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", 300 * "x"], "no configuration xxx"),
         (["--config", "configs"], "configuration configs is a folder; name a YAML file in it"),
         (["--config", "llama3_small", "--restart"], "--restart needs --resume"),
+        (["--config", "llama3_small", "--processes", "9" * 20], "must be 1 to 64"),
+        (
+            ["--config", "llama3_small", "--data.cache_dir", "~nobody-here/x"],
+            "home directory for ~",
+        ),
     ],
 )
 def test_bad_command_lines_are_refused(words, message, capsys, monkeypatch):
@@ -91,6 +98,47 @@ def test_a_broken_link_cannot_hold_a_run(capsys, tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "gone")
     message = error_of(capsys, "--config", "llama3_small", "--out_dir", tmp_path / "run")
     assert f"it is a symbolic link to {tmp_path / 'gone'}, which does not exist" in message
+
+
+def test_an_edited_or_damaged_configuration_does_not_continue_a_run(tiny, capsys, tmp_path):
+    """config.yaml must be what the newest checkpoint has, but for what a run may change."""
+    run = tmp_path / "run"
+    config = configs.load(str(tiny))
+    checkpoints = Checkpoints(run / "checkpoints", 1)
+    data = open_dataset(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+    )
+    saved = config.model_dump()
+    del saved["sample"]  # of an earlier version, which had no such setting
+    saved["train"]["gone"] = 1
+    about = {"config": saved, "data_fingerprint": data.fingerprint, "samples": 8}
+    checkpoints.save(1, {"step": jax.numpy.int32(1)}, about, None)
+    checkpoints.close()
+    for name, value, message in (
+        ("model.norm_eps", "1e-4", "model.norm_eps=0.0001 differs from 1e-05 of the run in"),
+        ("model.rope_scaling.factor", "4", "model.rope_scaling='a section' differs from None"),
+        ("optimizer.learning_rate", "1e-2", "is of another model"),  # it goes on, to the arrays
+    ):
+        edited = configs.load(str(tiny), {name: value})
+        (run / "config.yaml").write_text(edited.to_yaml())
+        assert message in error_of(capsys, "--resume", "--out_dir", run)
+
+
+def test_a_run_whose_configuration_could_not_be_written_can_begin_again(
+    tiny, capsys, tmp_path, monkeypatch
+):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launch, "compile_step", lambda *a: (None, None))
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "write_whole", full)
+        message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x")
+    assert "x: No space left on device" in message
+    command_line.check_free(tmp_path / "x")
 
 
 def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_path):
@@ -142,13 +190,19 @@ generate --checkpoint /nothing --prompt a
 evaluate --checkpoint /nothing
 evaluate --checkpoint RUN --data.source text --data.path /nothing
 convert /nothing OUT --quantize int4
+train --config ~/nothing
+train --config llama3_small --out_dir ~/nothing
+train --config llama3_small --data.cache_dir ~/nothing
+generate --checkpoint ~/nothing --prompt a
+chat --checkpoint ~/nothing
+report ~/nothing
 """
 
 
 def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
     (tmp_path / "tokenizer.json").touch()
-    lines = WRONG_PATHS.strip().replace("RUN", str(tmp_path)).splitlines()
+    lines = WRONG_PATHS.strip().replace("RUN", str(tmp_path)).replace("~", "~no-one").splitlines()
     code = (
         "import sys\nfrom jaxllm.commands import main\n"
         f"for line in {lines!r}:\n    assert main(line.split()) == 2, line\n"
@@ -160,7 +214,10 @@ def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     assert done.returncode == 0, done.stderr
     errors = done.stderr.splitlines()
     assert len(errors) == len(lines)
-    assert all(error.startswith("error: ") and "/nothing" in error for error in errors)
+    for line, error in zip(lines, errors, strict=True):
+        wanted = "no home directory for ~: set HOME" if "~" in line else "/nothing"
+        assert error.startswith("error: ")
+        assert wanted in error
 
 
 def test_the_second_of_two_runs_that_start_together_is_refused_before_it_compiles(
