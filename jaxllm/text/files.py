@@ -47,21 +47,30 @@ class Pages:
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
-    def names(self) -> dict[str, str | None]:
-        """{bos_token, eos_token, ...: name}; special_tokens_map.json counts in old folders only.
+    def given(self) -> dict[str, str | dict | None]:
+        """{bos_token, eos_token, ...: value}; special_tokens_map.json counts in old folders only.
 
         In the order in which transformers gives ids to those that the tokenizer lacks.
         """
-        page = self.tokenizer | ({} if "added_tokens_decoder" in self.tokenizer else self.specials)
-        given = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
-        return {key: _name(page[key]) for key in given if key in page and key.endswith("_token")}
+        page = self.tokenizer | self._old()
+        page |= extra if isinstance(extra := page.get("extra_special_tokens"), dict) else {}
+        keys = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
+        return {key: page[key] for key in keys if key in page and key.endswith("_token")}
 
-    def more(self) -> list[str]:
-        """Names of further special tokens."""
-        page = self.tokenizer | self.specials
-        found = page.get("extra_special_tokens") or page.get("additional_special_tokens") or []
-        values = found.values() if isinstance(found, dict) else found
-        return [name for name in map(_name, values) if name]
+    def names(self) -> dict[str, str | None]:
+        """{bos_token, eos_token, ...: name}."""
+        return {key: _name(value) for key, value in self.given().items()}
+
+    def more(self) -> list[str | dict]:
+        """Further special tokens."""
+        page, old = self.tokenizer, self._old()
+        extra, more = page.get("extra_special_tokens") or {}, "additional_special_tokens"
+        if isinstance(extra, dict):
+            extra = [*extra.values(), *(page.get(more) or old.get(more) or [])]
+        return [*extra, *(old.get("extra_special_tokens") or [])]
+
+    def _old(self) -> dict[str, Any]:
+        return {} if "added_tokens_decoder" in self.tokenizer else self.specials
 
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
@@ -72,6 +81,12 @@ def _name(value: Any) -> str | None:
     """The name of a token, which may be given as a dictionary of an AddedToken."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def _token(value: Any, **flags: bool) -> AddedToken:
+    """A token as a file gives it, with other `flags`."""
+    given = value if isinstance(value, dict) else {"content": value}
+    return AddedToken(**{key: given[key] for key in given if key != "__type"} | flags)
 
 
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
@@ -174,25 +189,24 @@ def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
 
 
 def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
-    """Adds the tokens that only the files beside the tokenizer have, as transformers does."""
-    known = {token.content for token in library.get_added_tokens_decoder().values()}
-    decoder = pages.tokenizer.get("added_tokens_decoder") or {}
-    new = [
-        AddedToken(**{key: value for key, value in token.items() if key != "__type"})
-        for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))
-        if token["content"] not in known
-    ]
-    known |= {token.content for token in new}
-    named = [name for name in pages.names().values() if name]
-    for name in dict.fromkeys([*sorted(pages.added, key=pages.added.__getitem__)]):
-        if name not in known and name not in named:
-            new.append(AddedToken(name, normalized=True))
-            known.add(name)
-    for name in dict.fromkeys([*named, *pages.more()]):
-        if name not in known:
-            new.append(AddedToken(name, special=True, normalized=False))
-    if new:
-        library.add_tokens(new)
+    """Adds the tokens that only the files beside the tokenizer have, as transformers does.
+
+    Their flags there count, and a token that has a name such as eos_token is special.
+    """
+    known = library.get_added_tokens_decoder()
+    named = [_token(value, special=True) for value in pages.given().values() if _name(value)]
+    more = [_token(value, special=True) for value in pages.more() if _name(value)]
+    if (decoder := pages.tokenizer.get("added_tokens_decoder")) is not None:
+        found = {int(i): _token(token) for i, token in decoder.items()}
+    else:
+        specials = {token.content for token in named + more}
+        found = {i: _token(name, special=name in specials) for name, i in pages.added.items()}
+        found |= known
+    new, names = [found[i] for i in sorted(found)], {token.content for token in named}
+    for token in new:
+        token.special |= token.content in names
+    present = {token.content for token in [*known.values(), *new]}
+    library.add_tokens([*new, *(token for token in named + more if token.content not in present)])
 
 
 def ids(value: Any) -> list[int]:

@@ -328,6 +328,42 @@ def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them
     assert (tokenizer.bos, tokenizer.eos) == (294, 295)
 
 
+NEW = {"content": "<n>", "lstrip": True, "rstrip": False, "normalized": False}
+ADDED = [  # files; ids of "a <n>b<m> quick"; what of it is special (transformers 5.24)
+    # added_tokens.json gives the order, whatever else names a token and makes it special.
+    ({"tokenizer_config": {"eos_token": "<m>"}, "added_tokens": {"<n>": 295, "<m>": 294}},
+     [64, 220, 295, 65, 294, 275], "<m>"),
+    ({"tokenizer_config": {"extra_special_tokens": ["<n>"]}, "added_tokens": {"<m>": 9, "<n>": 8}},
+     [64, 220, 294, 65, 295, 275], "<n>"),
+    # Flags that stand beside a name count, also for a name that the vocabulary has.
+    ({"special_tokens_map": {"mask_token": NEW}}, [64, 294, 65, 27, 76, 29, 275], "<n>"),
+    ({"special_tokens_map": {"mask_token": NEW | {"content": "quick"}}},
+     [64, 220, 27, 77, 29, 65, 27, 76, 29, 294], "quick"),
+    # added_tokens_decoder comes in place of the older files, and changes flags.
+    ({"tokenizer_config": {"added_tokens_decoder": {"294": NEW}, "image_token": "<n>"},
+      "added_tokens": {"<m>": 294}, "special_tokens_map": {"extra_special_tokens": ["<m>"]}},
+     [64, 294, 65, 27, 76, 29, 275], "<n>"),
+    # A dictionary of extra tokens leaves the list of additional ones in force.
+    ({"tokenizer_config": {"extra_special_tokens": {"image_token": "<m>"},
+                           "additional_special_tokens": ["<n>"]}},
+     [64, 220, 295, 65, 294, 275], "<m><n>"),
+    ({"tokenizer_config": {"additional_special_tokens": ["<n>"]},
+      "special_tokens_map": {"additional_special_tokens": ["<m>"]}},
+     [64, 220, 294, 65, 27, 76, 29, 275], "<n>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "ids", "special"), ADDED)
+def test_tokens_of_the_files_are_those_of_transformers(pages, ids, special, tmp_path):
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    for name, content in pages.items():
+        page = {"tokenizer_class": "PreTrainedTokenizerFast"} if "config" in name else {}
+        (folder / f"{name}.json").write_text(json.dumps(page | content))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a <n>b<m> quick") == ids
+    assert "".join(name for name in tokenizer.special if name != "<|endoftext|>") == special
+
+
 def test_an_id_that_the_tokenizer_lacks_neither_begins_nor_ends_a_text(tmp_path):
     """A small GPT-2 of transformers has the ids of the large one in its config.json."""
     folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
