@@ -86,6 +86,7 @@ def _name(value: Any) -> str | None:
 def _token(value: Any, **flags: bool) -> AddedToken:
     """A token as a file gives it, with other `flags`."""
     given = value if isinstance(value, dict) else {"content": value}
+    # pyrefly: ignore[bad-argument-type]
     return AddedToken(**{key: given[key] for key in given if key != "__type"} | flags)
 
 
