@@ -309,11 +309,27 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
     assert tokenizer.decode(text) == '{"role": "user", "content": "x"}énow'
     tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
     assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
+    with pytest.raises(InputError, match=r"tools must hold objects \(JSON schemas\), not '{}'$"):
+        tokenizer.chat(messages, tools=["{}"])
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
     for template in bad:
         (tmp_path / "b" / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match="the chat template refuses"):
             Tokenizer(tmp_path / "b").chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [({"reasoning": "x"}, "xx"), ({"thinking": "x"}, "xx"), ({"reasoning_content": "x"}, "xx"),
+     ({"thinking": "x", "reasoning_content": "y", "reasoning": "z"}, "yx"),
+     ({"thinking": None}, "")],
+)  # fmt: skip
+def test_thoughts_reach_a_template_by_its_name_for_them(given, right, tmp_path):
+    """As by transformers 5.24: data has one name, a template reads another."""
+    template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    page = {"chat_template": template}
+    tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
+    assert tokenizer.rendered([{"role": "assistant", "content": "a"} | given])[0] == right
 
 
 def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them(tmp_path):
