@@ -28,6 +28,7 @@ COMPANIONS = (
     "tekken.json",
 )
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
+_REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
 
@@ -138,11 +139,11 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
-        first, before = pages.tokenizer.get("add_prefix_space"), library.pre_tokenizer
-        if isinstance(first, bool) and _kind(pages) in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-            for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
-                if isinstance(part, pre_tokenizers.ByteLevel):
-                    part.add_prefix_space = first  # whatever the file holds
+    if _kind(pages) in _REBUILT:  # the setting holds, not the file's
+        before = library.pre_tokenizer
+        for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
+            if isinstance(part, pre_tokenizers.ByteLevel):
+                part.add_prefix_space = bool(pages.tokenizer.get("add_prefix_space"))
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
     try:
@@ -157,7 +158,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
 
 def _kind(pages: Pages) -> str:
     """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
-    named = pages.tokenizer.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(pages.model)
+    by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
+    named = pages.tokenizer.get("tokenizer_class") or by_model.get(pages.model)
     return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
 
 
@@ -174,8 +176,7 @@ def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
         library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
     except Exception as error:
         raise InputError(f"{files[0]} and {files[1].name} cannot be read: {error}") from error
-    first = bool(pages.tokenizer.get("add_prefix_space", False))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=first)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     if library.token_to_id(END_OF_TEXT) is not None:
         library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])

@@ -112,7 +112,9 @@ KINDS = {name: dict(name=name) for name in FAMILIES} | {
     "metaspace-always": metaspace("always"),
     "metaspace-never": metaspace("never", True),
     "no-regex": dict(pre_tokenizer=pre_tokenizers.ByteLevel(False, use_regex=False)),
-    "prefix-space": dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prefix-space": dict(
+        name="llama3", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
     "strip": dict(normalizer=normalizers.Strip()),
     "lowercase": dict(
         normalizer=normalizers.Sequence([normalizers.Lowercase(), normalizers.NFD()])
@@ -409,6 +411,7 @@ def test_a_space_before_the_first_word_is_the_settings(tmp_path):
     [
         ("smollm2", "GPT2Tokenizer", True),  # one of several pre-tokenizers
         ("qwen2", None, True),  # by config.json's model_type
+        ("gpt2", "GPTNeoXTokenizerFast", True),
         ("gpt2", "PreTrainedTokenizerFast", False),
         ("tekken", "PreTrainedTokenizerFast", False),
     ],
@@ -420,6 +423,16 @@ def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, space
     page = json.loads((folder / "tokenizer_config.json").read_text())
     page |= {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
+def test_a_space_before_the_first_word_that_only_the_file_has(kind, tmp_path):
+    """As by transformers 5.24: a class that builds its tokenizer anew has none by default."""
+    plain = Tokenizer(FOLDER / "gpt2")
+    folder = built(tmp_path, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    spaced = kind == "PreTrainedTokenizerFast"
     assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
 
 
