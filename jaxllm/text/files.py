@@ -139,11 +139,14 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
-    if _kind(pages) in _REBUILT:  # the setting holds, not the file's
+    if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
         before = library.pre_tokenizer
         for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
             if isinstance(part, pre_tokenizers.ByteLevel):
                 part.add_prefix_space = bool(pages.tokenizer.get("add_prefix_space"))
+    if kind in _REBUILT[:2] and END_OF_TEXT in library.get_vocab() | pages.added:
+        names = ("bos_token", "eos_token", "unk_token")
+        pages.tokenizer = dict.fromkeys(names, END_OF_TEXT) | pages.tokenizer
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
     try:
@@ -153,6 +156,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             f"{folder}: the tokens of tokenizer_config.json, special_tokens_map.json or"
             f" added_tokens.json cannot be read: {error}"
         ) from error
+    if not path.exists():
+        _surround(library, pages)
     return library
 
 
@@ -178,16 +183,16 @@ def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
         raise InputError(f"{files[0]} and {files[1].name} cannot be read: {error}") from error
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    if library.token_to_id(END_OF_TEXT) is not None:
-        library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    bos = pages.names().get("bos_token", END_OF_TEXT)
-    if pages.tokenizer.get("add_bos_token") and bos and library.token_to_id(bos) is not None:
-        library.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A $B",
-            special_tokens=[(bos, library.token_to_id(bos))],
-        )
     return library
+
+
+def _surround(library: tokenizers.Tokenizer, pages: Pages) -> None:
+    """Makes texts begin and end with the tokens that tokenizer_config.json says."""
+    added = {x: pages.tokenizer.get(f"add_{x}_token") for x in ("bos", "eos")}
+    bos, eos = (pages.names().get(f"{x}_token") if added[x] else None for x in added)
+    single = [name for name in (bos, "$A", eos) if name]
+    ids = [(name, library.token_to_id(name)) for name in {bos, eos} if name]
+    library.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
 def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:

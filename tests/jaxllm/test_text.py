@@ -263,6 +263,25 @@ def test_vocab_json_and_merges_txt_are_read_as_gpt2s(tmp_path):
         Tokenizer(folder)
 
 
+def test_a_gpt2_begins_and_ends_as_its_class_and_its_settings_say(tmp_path):
+    """As by transformers 5.24, whose class ends texts unless a file names another token."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    model = json.loads((FOLDER / "gpt2" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (folder / "merges.txt").write_text(merges, encoding="utf-8")
+    (folder / "added_tokens.json").write_text(json.dumps({"<p>": 294, "<|endoftext|>": 293}))
+    page = dict(tokenizer_class="GPT2Tokenizer", pad_token="<p>", bos_token="<b>")
+    page |= dict(add_bos_token=True, add_eos_token=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    Tokenizer(folder).copy_to(tmp_path / "run")
+    for path in (folder, tmp_path / "run"):  # vocab.json, and the tokenizer.json made of it
+        tokenizer = Tokenizer(path)
+        assert tokenizer.prompt("the<p>") == [295, 83, 256, 294, 293]
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (295, 293, {293})
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
     assert not Tokenizer.present(tmp_path)
