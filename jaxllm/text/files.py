@@ -121,6 +121,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     Raises InputError.
     """
     folder = path.parent
+    if pages.tokenizer.get("split_special_tokens"):
+        raise InputError(f"{folder}: split_special_tokens=true is not supported; remove it")
     if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):

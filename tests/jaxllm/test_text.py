@@ -298,6 +298,7 @@ def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
         ("generation_config.json", "[1]", "not an object with keys"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}', "cannot be read"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
+        ("tokenizer_config.json", '{"split_special_tokens": true}', "split_special_tokens=true"),
         ("special_tokens_map.json", '{"additional_special_tokens": 3}', "cannot be read"),
         ("chat_template.json", '{"chat_template": 3}', "nothing"),
         ("added_tokens.json", '{"a": "b", "c": 1}', "added_tokens.json"),
@@ -330,6 +331,9 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
     assert tokenizer.decode(text) == '{"role": "user", "content": "x"}énow'
     tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
     assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
+    page = {"chat_template": named(tool_use="b", rag="c")}
+    with pytest.raises(InputError, match="chat template named default, only tool_use, rag: put"):
+        folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
     with pytest.raises(InputError, match=r"tools must hold objects \(JSON schemas\), not '{}'$"):
         tokenizer.chat(messages, tools=["{}"])
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
