@@ -40,8 +40,9 @@ class Pages:
             return read_json(folder / name, optional=True) if present else {}
 
         self.tokenizer = read("tokenizer_config.json")
-        self.specials = read("special_tokens_map.json")
-        self.added = read("added_tokens.json")
+        listed = "added_tokens_decoder" in self.tokenizer  # in newer folders, instead of these two
+        self.specials = {} if listed else read("special_tokens_map.json")
+        self.added = {} if listed else read("added_tokens.json")
         self.generation = read("generation_config.json")
         config = read("config.json") or read(IDS)
         self.config = {key: config[key] for key in config if key in _IDS}
@@ -49,11 +50,11 @@ class Pages:
         self.template = _template(folder, self.tokenizer) if present else {}
 
     def given(self) -> dict[str, str | dict | None]:
-        """{bos_token, eos_token, ...: value}; special_tokens_map.json counts in old folders only.
+        """{bos_token, eos_token, ...: value}.
 
         In the order in which transformers gives ids to those that the tokenizer lacks.
         """
-        page = self.tokenizer | self._old()
+        page = self.tokenizer | self.specials
         page |= extra if isinstance(extra := page.get("extra_special_tokens"), dict) else {}
         keys = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
         return {key: page[key] for key in keys if key in page and key.endswith("_token")}
@@ -64,14 +65,11 @@ class Pages:
 
     def more(self) -> list[str | dict]:
         """Further special tokens."""
-        page, old = self.tokenizer, self._old()
+        page, old = self.tokenizer, self.specials
         extra, more = page.get("extra_special_tokens") or {}, "additional_special_tokens"
         if isinstance(extra, dict):
             extra = [*extra.values(), *(page.get(more) or old.get(more) or [])]
         return [*extra, *(old.get("extra_special_tokens") or [])]
-
-    def _old(self) -> dict[str, Any]:
-        return {} if "added_tokens_decoder" in self.tokenizer else self.specials
 
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
