@@ -11,7 +11,7 @@ from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
-    "messages conversations prompt completion instruction input output system tools".split()
+    "messages conversations prompt completion instruction input output system tools history".split()
 )
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
@@ -44,6 +44,8 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         parts = [given["instruction"], given.get("input", "")]
         if not all(isinstance(part, str) for part in parts):
             raise InputError("instruction and input must be text")
+        if given.get("history"):
+            raise InputError("history is not read: write its turns and this one as messages")
         messages = _said("instruction", "\n\n".join(filter(None, parts)), "user")
         messages += _said("output", given["output"], "assistant")
     else:
@@ -54,7 +56,7 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     system = given.get("system", "")
     if not isinstance(system, str):
         raise InputError(f"system={system!r:.50} must be text")
-    if "system" in given and messages and messages[0]["role"] != "system":
+    if system and messages and messages[0]["role"] != "system":
         messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)
     return messages, asked
 

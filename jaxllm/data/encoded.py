@@ -26,7 +26,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import lock, read_json, write_json
 from jaxllm.text import Tokenizer
 
-VERSION = 1  # increment it when the same conversations and tokenizer would give other tokens
+VERSION = 2  # increment it when the same conversations and tokenizer would give other tokens
 _BATCH = 1 << 22  # characters encoded at a time
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 

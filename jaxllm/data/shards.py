@@ -47,6 +47,7 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
         raise InputError(
             f"{path} is not a token shard: it starts with {magic}, expected "
             + " or ".join(map(str, FORMATS))
+            + "; ids without llm.c's header, such as nanoGPT's, come from jaxllm data prepare anew"
         )
     expected, dtype, vocab_size = FORMATS[magic]
     if version != expected:

@@ -16,6 +16,12 @@ from jaxllm.errors import InputError
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
+_NOT_TEXT = (  # (where, bytes that no text has there, what has them)
+    (257, b"ustar", "a tar archive"),
+    (0, b"PK\3\4", "a zip archive"),
+    (0, b"\xfd7zXZ\0", "compressed with xz"),
+    (4, b"1AY&SY", "compressed with bzip2"),
+)
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
 _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
 
@@ -266,8 +272,9 @@ def _check_encoding(path: Path, start: bytes) -> None:
     if not encoding.startswith("utf-8"):
         name = encoding.upper()
         raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")
-    if start[257:262] == b"ustar":
-        raise InputError(f"{path} is a tar archive, not text: unpack it")
+    for at, mark, kind in _NOT_TEXT:
+        if start[at : at + len(mark)] == mark:
+            raise InputError(f"{path} is {kind}, not text: unpack it; gzip and zstd are read as is")
 
 
 def _place_to_cut(text: str) -> int:

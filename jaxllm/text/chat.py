@@ -19,6 +19,7 @@ from jaxllm.errors import InputError
 
 # They surround what {% generation %} renders; no text has them, as they differ in each process.
 _START, _STOP = (f"\ufdd0{secrets.token_hex(16)}\ufdd0" for _ in range(2))
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
@@ -64,6 +65,13 @@ def render(
     Raises InputError with what the template complains about.
     """
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    for i, message in enumerate(messages):  # templates read thoughts under the first two names
+        if thoughts := [message[key] for key in _THOUGHTS if key in message]:
+            named = {"reasoning_content": thoughts[0]}
+            messages[i] = {"thinking": thoughts[0]} | message | named
+    for tool in variables.get("tools") or []:
+        if not isinstance(tool, dict):
+            raise InputError(f"tools must hold objects (JSON schemas), not {tool!r:.50}")
     parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
     try:
         page = {"documents": None} | variables | {"messages": messages}

@@ -28,6 +28,7 @@ COMPANIONS = (
     "tekken.json",
 )
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
+_REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
 
@@ -39,29 +40,36 @@ class Pages:
             return read_json(folder / name, optional=True) if present else {}
 
         self.tokenizer = read("tokenizer_config.json")
-        self.specials = read("special_tokens_map.json")
-        self.added = read("added_tokens.json")
+        listed = "added_tokens_decoder" in self.tokenizer  # in newer folders, instead of these two
+        self.specials = {} if listed else read("special_tokens_map.json")
+        self.added = {} if listed else read("added_tokens.json")
         self.generation = read("generation_config.json")
         config = read("config.json") or read(IDS)
         self.config = {key: config[key] for key in config if key in _IDS}
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
-    def names(self) -> dict[str, str | None]:
-        """{bos_token, eos_token, ...: name}; special_tokens_map.json counts in old folders only.
+    def given(self) -> dict[str, str | dict | None]:
+        """{bos_token, eos_token, ...: value}.
 
         In the order in which transformers gives ids to those that the tokenizer lacks.
         """
-        page = self.tokenizer | ({} if "added_tokens_decoder" in self.tokenizer else self.specials)
-        given = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
-        return {key: _name(page[key]) for key in given if key in page and key.endswith("_token")}
-
-    def more(self) -> list[str]:
-        """Names of further special tokens."""
         page = self.tokenizer | self.specials
-        found = page.get("extra_special_tokens") or page.get("additional_special_tokens") or []
-        values = found.values() if isinstance(found, dict) else found
-        return [name for name in map(_name, values) if name]
+        page |= extra if isinstance(extra := page.get("extra_special_tokens"), dict) else {}
+        keys = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
+        return {key: page[key] for key in keys if key in page and key.endswith("_token")}
+
+    def names(self) -> dict[str, str | None]:
+        """{bos_token, eos_token, ...: name}."""
+        return {key: _name(value) for key, value in self.given().items()}
+
+    def more(self) -> list[str | dict]:
+        """Further special tokens."""
+        page, old = self.tokenizer, self.specials
+        extra, more = page.get("extra_special_tokens") or {}, "additional_special_tokens"
+        if isinstance(extra, dict):
+            extra = [*extra.values(), *(page.get(more) or old.get(more) or [])]
+        return [*extra, *(old.get("extra_special_tokens") or [])]
 
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
@@ -72,6 +80,13 @@ def _name(value: Any) -> str | None:
     """The name of a token, which may be given as a dictionary of an AddedToken."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def _token(value: Any, **flags: bool) -> AddedToken:
+    """A token as a file gives it, with other `flags`."""
+    given = value if isinstance(value, dict) else {"content": value}
+    # pyrefly: ignore[bad-argument-type]
+    return AddedToken(**{key: given[key] for key in given if key != "__type"} | flags)
 
 
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
@@ -104,6 +119,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     Raises InputError.
     """
     folder = path.parent
+    if pages.tokenizer.get("split_special_tokens"):
+        raise InputError(f"{folder}: split_special_tokens=true is not supported; remove it")
     if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):
@@ -122,11 +139,14 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
-        first, before = pages.tokenizer.get("add_prefix_space"), library.pre_tokenizer
-        if isinstance(first, bool) and _kind(pages) in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-            for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
-                if isinstance(part, pre_tokenizers.ByteLevel):
-                    part.add_prefix_space = first  # whatever the file holds
+    if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
+        before = library.pre_tokenizer
+        for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
+            if isinstance(part, pre_tokenizers.ByteLevel):
+                part.add_prefix_space = bool(pages.tokenizer.get("add_prefix_space"))
+    if kind in _REBUILT[:2] and END_OF_TEXT in library.get_vocab() | pages.added:
+        names = ("bos_token", "eos_token", "unk_token")
+        pages.tokenizer = dict.fromkeys(names, END_OF_TEXT) | pages.tokenizer
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
     try:
@@ -136,12 +156,15 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             f"{folder}: the tokens of tokenizer_config.json, special_tokens_map.json or"
             f" added_tokens.json cannot be read: {error}"
         ) from error
+    if not path.exists():
+        _surround(library, pages)
     return library
 
 
 def _kind(pages: Pages) -> str:
     """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
-    named = pages.tokenizer.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(pages.model)
+    by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
+    named = pages.tokenizer.get("tokenizer_class") or by_model.get(pages.model)
     return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
 
 
@@ -158,41 +181,39 @@ def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
         library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
     except Exception as error:
         raise InputError(f"{files[0]} and {files[1].name} cannot be read: {error}") from error
-    first = bool(pages.tokenizer.get("add_prefix_space", False))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=first)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    if library.token_to_id(END_OF_TEXT) is not None:
-        library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    bos = pages.names().get("bos_token", END_OF_TEXT)
-    if pages.tokenizer.get("add_bos_token") and bos and library.token_to_id(bos) is not None:
-        library.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A $B",
-            special_tokens=[(bos, library.token_to_id(bos))],
-        )
     return library
 
 
+def _surround(library: tokenizers.Tokenizer, pages: Pages) -> None:
+    """Makes texts begin and end with the tokens that tokenizer_config.json says."""
+    added = {x: pages.tokenizer.get(f"add_{x}_token") for x in ("bos", "eos")}
+    bos, eos = (pages.names().get(f"{x}_token") if added[x] else None for x in added)
+    single = [name for name in (bos, "$A", eos) if name]
+    ids = [(name, library.token_to_id(name)) for name in {bos, eos} if name]
+    library.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+
+
 def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
-    """Adds the tokens that only the files beside the tokenizer have, as transformers does."""
-    known = {token.content for token in library.get_added_tokens_decoder().values()}
-    decoder = pages.tokenizer.get("added_tokens_decoder") or {}
-    new = [
-        AddedToken(**{key: value for key, value in token.items() if key != "__type"})
-        for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))
-        if token["content"] not in known
-    ]
-    known |= {token.content for token in new}
-    named = [name for name in pages.names().values() if name]
-    for name in dict.fromkeys([*sorted(pages.added, key=pages.added.__getitem__)]):
-        if name not in known and name not in named:
-            new.append(AddedToken(name, normalized=True))
-            known.add(name)
-    for name in dict.fromkeys([*named, *pages.more()]):
-        if name not in known:
-            new.append(AddedToken(name, special=True, normalized=False))
-    if new:
-        library.add_tokens(new)
+    """Adds the tokens that only the files beside the tokenizer have, as transformers does.
+
+    Their flags there count, and a token that has a name such as eos_token is special.
+    """
+    known = library.get_added_tokens_decoder()
+    named = [_token(value, special=True) for value in pages.given().values() if _name(value)]
+    more = [_token(value, special=True) for value in pages.more() if _name(value)]
+    if (decoder := pages.tokenizer.get("added_tokens_decoder")) is not None:
+        found = {int(i): _token(token) for i, token in decoder.items()}
+    else:
+        specials = {token.content for token in named + more}
+        found = {i: _token(name, special=name in specials) for name, i in pages.added.items()}
+        found |= known
+    new, names = [found[i] for i in sorted(found)], {token.content for token in named}
+    for token in new:
+        token.special |= token.content in names
+    present = {token.content for token in [*known.values(), *new]}
+    library.add_tokens([*new, *(token for token in named + more if token.content not in present)])
 
 
 def ids(value: Any) -> list[int]:

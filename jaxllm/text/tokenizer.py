@@ -215,9 +215,10 @@ class Tokenizer:
         templates = self.chat_templates
         kind = "tool_use" if tools is not None and "tool_use" in templates else "default"
         if kind not in templates:
+            named = f" named default, only {', '.join(templates)}" * bool(templates)
             raise InputError(
-                f"{self.folder} has no chat template: put a chat_template.jinja there, or use a"
-                " prompt without --chat"
+                f"{self.folder} has no chat template{named}: put a chat_template.jinja there, or"
+                " use a prompt without --chat"
             )
         return templates[kind]
 

@@ -43,9 +43,10 @@ if TYPE_CHECKING:
 PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 # What a page of peft may say besides what is read: it changes no result, or is a default.
 _FREE = set(
-    """alora_invocation_tokens auto_mapping base_model_name_or_path inference_mode loftq_config
-    lora_dropout megatron_config megatron_core peft_type peft_version qalora_group_size r revision
-    lora_alpha target_modules task_type use_rslora runtime_config init_lora_weights""".split()
+    """alora_invocation_tokens auto_mapping base_model_name_or_path inference_mode layers_pattern
+    layers_to_transform loftq_config lora_alpha lora_dropout megatron_config megatron_core peft_type
+    peft_version qalora_group_size r revision target_modules task_type use_rslora runtime_config
+    init_lora_weights""".split()
 )
 
 
@@ -261,7 +262,9 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
             raise InputError(f"{where}{key}={value!r} is not supported; only {known!r} is")
         plain = key in _FREE or known is not None or value in (None, False, "", [], {})
         if not plain or (key == "init_lora_weights" and value not in (True, False, "gaussian")):
-            raise InputError(f"{where}{key}={value!r:.100} is not supported")
+            raise InputError(
+                f"{where}{key}={value!r:.100} is not supported; merge with peft's merge_and_unload"
+            )
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str):
         raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
@@ -281,10 +284,14 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
     adapted = {known[name][1] for name in stored if name in known}
     wanted = {theirs for theirs, (_, target) in known.items() if target in adapted}
+    if isinstance(page.get("target_modules"), str) or page.get("layers_to_transform") is not None:
+        modules = {name.partition(".lora_")[0] for name in stored}  # perhaps of some layers only
+        wanted = {name for name in wanted if name.partition(".lora_")[0] in modules}
     if different := sorted(stored ^ wanted) or ([] if stored else ["no tensor at all"]):
         verb = "lacks" if different[0] in wanted else "holds"
         raise InputError(
-            f"{folder / ARRAYS} is of another model than {path}: it {verb} {different[0]}"
+            f"{folder / ARRAYS} is of another model than {path}, or not only adapters of"
+            f" {', '.join(targets(base.config))}: it {verb} {different[0]}"
         )
     theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
     defaults = dict(lora_dropout=0.0, use_rslora=False)
@@ -298,7 +305,8 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         key = theirs_of.get(str(error["loc"][-1])) if error["loc"] else None
         value = f"{key}={error['input']!r}: " if key else ""
         raise InputError(f"{where}{value}{plain_message(error['msg'])}") from e
-    arrays, shapes = {}, _shapes(config)
+    shapes = _shapes(config)
+    arrays = {ours: np.zeros(shape, np.float32) for ours, shape in shapes.items()}
     for theirs in stored:
         ours = known[theirs][0]
         x = file.get_tensor(theirs).T

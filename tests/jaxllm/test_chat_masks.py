@@ -19,7 +19,9 @@ def test_four_forms_give_the_same_messages():
     said = [("system", "S"), ("human", "Q"), ("gpt", "A")]
     turns = [{"from": role, "value": text} for role, text in said]
     assert chat.conversation({"conversations": turns}) == (right, 0)
-    assert chat.conversation({"conversations": turns[1:], "system": "S"}) == (right, 0)
+    for system in ("S", ""):  # an empty one is none, as an empty input
+        found = chat.conversation({"conversations": turns[1:], "system": system})
+        assert found == (right[not system :], 0)
     for values in (
         dict(prompt="Q", completion="A", system="S"),
         dict(prompt=right[:2], completion=right[2:]),

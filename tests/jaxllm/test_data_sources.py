@@ -1,8 +1,10 @@
 """Documents in text files and JSON lines: encodings, pieces, refusals, digests."""
 
+import bz2
 import codecs
 import gzip
 import json
+import lzma
 import random
 import tarfile
 
@@ -70,6 +72,14 @@ def test_archives_and_arrays_are_refused(tmp_path):
         archive.add(write(tmp_path / "a.txt", "x"))
     with pytest.raises(InputError, match="is a tar archive, not text"):
         read("text", tmp_path / "a.tar.gz")
+    for content, kind in (
+        (bz2.compress(b"x"), "compressed with bzip2"),
+        (lzma.compress(b"x"), "compressed with xz"),
+        (b"PK\3\4\x14", "a zip archive"),
+    ):
+        for source in ("text", "jsonl"):
+            with pytest.raises(InputError, match=f"is {kind}, not text: unpack it"):
+                read(source, write(tmp_path / "a.txt", content))
     write(tmp_path / "a.json", '[\n{"text": "a"}\n]')
     with pytest.raises(InputError, match="is a JSON array, not an object per line"):
         read("jsonl", tmp_path / "a.json")

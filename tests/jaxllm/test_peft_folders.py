@@ -195,6 +195,28 @@ def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "page", [dict(layers_to_transform=[1]), dict(target_modules=r".*layers\.1\..*_proj")]
+)
+def test_adapters_of_some_layers_leave_the_others_as_they_are(tmp_path, page):
+    folder = peft_folder(tmp_path, "final")
+    path = folder / "adapter_model.safetensors"
+    stored = {name: x for name, x in load_file(path).items() if ".layers.1." in name}
+    whole = open_weights(folder)
+    save_file(stored, path)
+    with pytest.raises(InputError, match=r"it lacks .*layers\.0\."):
+        open_weights(folder)
+    known = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(known | page))
+    weights = open_weights(folder)
+    for name in named_params(nnx.eval_shape(lambda: create(weights.plain))):
+        right = weights.base.param(name) if "blocks.0." in name else whole.param(name)
+        np.testing.assert_array_equal(weights.param(name), right, err_msg=name)
+    save_file(stored | {"base_model.model.lm_head.weight": np.ones((67, 16), np.float32)}, path)
+    with pytest.raises(InputError, match=r"or not only adapters of q_proj, .*holds .*lm_head\."):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
     ("source", "options", "message"),
     [
         ("init", [], "init is a folder of peft already; --merge makes a whole model"),

@@ -112,7 +112,9 @@ KINDS = {name: dict(name=name) for name in FAMILIES} | {
     "metaspace-always": metaspace("always"),
     "metaspace-never": metaspace("never", True),
     "no-regex": dict(pre_tokenizer=pre_tokenizers.ByteLevel(False, use_regex=False)),
-    "prefix-space": dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prefix-space": dict(
+        name="llama3", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
     "strip": dict(normalizer=normalizers.Strip()),
     "lowercase": dict(
         normalizer=normalizers.Sequence([normalizers.Lowercase(), normalizers.NFD()])
@@ -261,6 +263,25 @@ def test_vocab_json_and_merges_txt_are_read_as_gpt2s(tmp_path):
         Tokenizer(folder)
 
 
+def test_a_gpt2_begins_and_ends_as_its_class_and_its_settings_say(tmp_path):
+    """As by transformers 5.24, whose class ends texts unless a file names another token."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    model = json.loads((FOLDER / "gpt2" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (folder / "merges.txt").write_text(merges, encoding="utf-8")
+    (folder / "added_tokens.json").write_text(json.dumps({"<p>": 294, "<|endoftext|>": 293}))
+    page = dict(tokenizer_class="GPT2Tokenizer", pad_token="<p>", bos_token="<b>")
+    page |= dict(add_bos_token=True, add_eos_token=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    Tokenizer(folder).copy_to(tmp_path / "run")
+    for path in (folder, tmp_path / "run"):  # vocab.json, and the tokenizer.json made of it
+        tokenizer = Tokenizer(path)
+        assert tokenizer.prompt("the<p>") == [295, 83, 256, 294, 293]
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (295, 293, {293})
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
     assert not Tokenizer.present(tmp_path)
@@ -277,6 +298,7 @@ def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
         ("generation_config.json", "[1]", "not an object with keys"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}', "cannot be read"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
+        ("tokenizer_config.json", '{"split_special_tokens": true}', "split_special_tokens=true"),
         ("special_tokens_map.json", '{"additional_special_tokens": 3}', "cannot be read"),
         ("chat_template.json", '{"chat_template": 3}', "nothing"),
         ("added_tokens.json", '{"a": "b", "c": 1}', "added_tokens.json"),
@@ -309,11 +331,30 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
     assert tokenizer.decode(text) == '{"role": "user", "content": "x"}énow'
     tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
     assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
+    page = {"chat_template": named(tool_use="b", rag="c")}
+    with pytest.raises(InputError, match="chat template named default, only tool_use, rag: put"):
+        folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
+    with pytest.raises(InputError, match=r"tools must hold objects \(JSON schemas\), not '{}'$"):
+        tokenizer.chat(messages, tools=["{}"])
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
     for template in bad:
         (tmp_path / "b" / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match="the chat template refuses"):
             Tokenizer(tmp_path / "b").chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [({"reasoning": "x"}, "xx"), ({"thinking": "x"}, "xx"), ({"reasoning_content": "x"}, "xx"),
+     ({"thinking": "x", "reasoning_content": "y", "reasoning": "z"}, "yx"),
+     ({"thinking": None}, "")],
+)  # fmt: skip
+def test_thoughts_reach_a_template_by_its_name_for_them(given, right, tmp_path):
+    """As by transformers 5.24: data has one name, a template reads another."""
+    template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    page = {"chat_template": template}
+    tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
+    assert tokenizer.rendered([{"role": "assistant", "content": "a"} | given])[0] == right
 
 
 def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them(tmp_path):
@@ -326,6 +367,42 @@ def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them
     tokenizer = Tokenizer(folder)
     assert list(tokenizer.special) == ["<|endoftext|>", "<b>", "<e>", "<u>", "<p>", "<c>"]
     assert (tokenizer.bos, tokenizer.eos) == (294, 295)
+
+
+NEW = {"content": "<n>", "lstrip": True, "rstrip": False, "normalized": False}
+ADDED = [  # files; ids of "a <n>b<m> quick"; what of it is special (transformers 5.24)
+    # added_tokens.json gives the order, whatever else names a token and makes it special.
+    ({"tokenizer_config": {"eos_token": "<m>"}, "added_tokens": {"<n>": 295, "<m>": 294}},
+     [64, 220, 295, 65, 294, 275], "<m>"),
+    ({"tokenizer_config": {"extra_special_tokens": ["<n>"]}, "added_tokens": {"<m>": 9, "<n>": 8}},
+     [64, 220, 294, 65, 295, 275], "<n>"),
+    # Flags that stand beside a name count, also for a name that the vocabulary has.
+    ({"special_tokens_map": {"mask_token": NEW}}, [64, 294, 65, 27, 76, 29, 275], "<n>"),
+    ({"special_tokens_map": {"mask_token": NEW | {"content": "quick"}}},
+     [64, 220, 27, 77, 29, 65, 27, 76, 29, 294], "quick"),
+    # added_tokens_decoder comes in place of the older files, and changes flags.
+    ({"tokenizer_config": {"added_tokens_decoder": {"294": NEW}, "image_token": "<n>"},
+      "added_tokens": {"<m>": 294}, "special_tokens_map": {"extra_special_tokens": ["<m>"]}},
+     [64, 294, 65, 27, 76, 29, 275], "<n>"),
+    # A dictionary of extra tokens leaves the list of additional ones in force.
+    ({"tokenizer_config": {"extra_special_tokens": {"image_token": "<m>"},
+                           "additional_special_tokens": ["<n>"]}},
+     [64, 220, 295, 65, 294, 275], "<m><n>"),
+    ({"tokenizer_config": {"additional_special_tokens": ["<n>"]},
+      "special_tokens_map": {"additional_special_tokens": ["<m>"]}},
+     [64, 220, 294, 65, 27, 76, 29, 275], "<n>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "ids", "special"), ADDED)
+def test_tokens_of_the_files_are_those_of_transformers(pages, ids, special, tmp_path):
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    for name, content in pages.items():
+        page = {"tokenizer_class": "PreTrainedTokenizerFast"} if "config" in name else {}
+        (folder / f"{name}.json").write_text(json.dumps(page | content))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a <n>b<m> quick") == ids
+    assert "".join(name for name in tokenizer.special if name != "<|endoftext|>") == special
 
 
 def test_an_id_that_the_tokenizer_lacks_neither_begins_nor_ends_a_text(tmp_path):
@@ -357,6 +434,7 @@ def test_a_space_before_the_first_word_is_the_settings(tmp_path):
     [
         ("smollm2", "GPT2Tokenizer", True),  # one of several pre-tokenizers
         ("qwen2", None, True),  # by config.json's model_type
+        ("gpt2", "GPTNeoXTokenizerFast", True),
         ("gpt2", "PreTrainedTokenizerFast", False),
         ("tekken", "PreTrainedTokenizerFast", False),
     ],
@@ -368,6 +446,16 @@ def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, space
     page = json.loads((folder / "tokenizer_config.json").read_text())
     page |= {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
+def test_a_space_before_the_first_word_that_only_the_file_has(kind, tmp_path):
+    """As by transformers 5.24: a class that builds its tokenizer anew has none by default."""
+    plain = Tokenizer(FOLDER / "gpt2")
+    folder = built(tmp_path, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    spaced = kind == "PreTrainedTokenizerFast"
     assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
 
 
