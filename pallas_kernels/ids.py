@@ -55,8 +55,7 @@ def segments(*ids: Ids) -> tuple[jax.Array, ...]:
     new = jnp.concatenate([jnp.zeros_like(place[..., :1], bool), new], axis=-1)
     rank = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
     _, rank = lax.sort((place, rank), num_keys=1)
-    ends = np.cumsum([x.shape[-1] for x in ids])[:-1]
-    return tuple(jnp.split(rank, ends, axis=-1))
+    return tuple(jnp.split(rank, np.cumsum([x.shape[-1] for x in ids])[:-1], axis=-1))
 
 
 def documents(x: Ids | None) -> jax.Array | None:
