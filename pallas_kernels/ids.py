@@ -10,6 +10,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Ids = jax.Array | np.ndarray
 _LEAST, _MOST = -(2**31), 2**31 - 1
@@ -48,14 +49,13 @@ def segments(*ids: Ids) -> tuple[jax.Array, ...]:
         return tuple(map(_int32, ids))
     # Each id becomes the number of different smaller ids in its row.
     keys = [jnp.concatenate(part, axis=-1) for part in zip(*map(_words, ids), strict=True)]
-    order = jnp.lexsort(keys)
-    keys = [jnp.take_along_axis(key, order, axis=-1) for key in keys]
+    place = lax.broadcasted_iota(jnp.int32, keys[0].shape, 1)
+    *keys, place = lax.sort((*keys, place), num_keys=len(keys))
     new = jnp.stack([key[..., 1:] != key[..., :-1] for key in keys]).any(0)
-    new = jnp.concatenate([jnp.zeros_like(order[..., :1], bool), new], axis=-1)
+    new = jnp.concatenate([jnp.zeros_like(place[..., :1], bool), new], axis=-1)
     rank = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
-    rank = jnp.take_along_axis(rank, jnp.argsort(order), axis=-1)
-    ends = np.cumsum([x.shape[-1] for x in ids])[:-1]
-    return tuple(jnp.split(rank, ends, axis=-1))
+    _, rank = lax.sort((place, rank), num_keys=1)
+    return tuple(jnp.split(rank, np.cumsum([x.shape[-1] for x in ids])[:-1], axis=-1))
 
 
 def documents(x: Ids | None) -> jax.Array | None:
@@ -64,10 +64,10 @@ def documents(x: Ids | None) -> jax.Array | None:
 
 
 def _words(x: Ids) -> list[jax.Array]:
-    """x as keys for a sort: its lower and upper 32 bits, and whether it is positive."""
+    """x as keys for a sort: whether it is positive, its upper and its lower 32 bits."""
     negative = x < 0
     upper = x >> 32 if x.dtype.itemsize == 8 else -negative.astype(np.int32)
-    return [jnp.asarray(part) for part in (x.astype(np.uint32), upper.astype(np.uint32), ~negative)]
+    return [jnp.asarray(part) for part in (~negative, upper.astype(np.uint32), x.astype(np.uint32))]
 
 
 def _checked(name: str, x: Ids) -> Ids:

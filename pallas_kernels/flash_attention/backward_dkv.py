@@ -363,8 +363,8 @@ def backward_dkv(
     s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % s.columns:  # the last step has a half without queries, so its P must be 0
-        minus_lse = minus_lse.at[:, :, written:].set(-jnp.inf)
-        minus_delta = minus_delta.at[:, :, written:].set(0)
+        masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)
+        minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)
     inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)

@@ -21,7 +21,7 @@ from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import decode_kernels
 from pallas_kernels.flash_attention.decode_kernels import FP8
-from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
+from pallas_kernels.flash_attention.op import LEAST_SCALE, check, masked_reference, scale_of
 from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked
@@ -135,8 +135,8 @@ def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options
         return f"T={t} positions of {group} heads are {t * group} rows, more than {ROWS}"
     if k.shape[1] % 8:
         return f"the cache's S={k.shape[1]} slots are not a multiple of 8"
-    if scale_of(scale, q) <= 0:
-        return f"scale={scale} is not positive"
+    if scale_of(scale, q) < LEAST_SCALE:
+        return f"scale={scale} is less than {LEAST_SCALE}"
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 

@@ -101,12 +101,8 @@ def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
     """
 
     def ranges(ids, n, size):
-        tiles = mosaic.cdiv(n, size)
-        limits = jnp.iinfo(jnp.int32)
-        real = jnp.arange(tiles * size) < n
-        ids = jnp.pad(ids[:, :n], ((0, 0), (0, tiles * size - n)))
-        reduce = lambda f, fill: f(jnp.where(real, ids, fill).reshape(-1, tiles, size), axis=2)
-        return reduce(jnp.min, limits.max)[:, :, None], reduce(jnp.max, limits.min)[:, :, None]
+        ids = jnp.pad(ids[:, :n], ((0, 0), (0, -n % size)), "edge").reshape(len(ids), -1, size)
+        return jnp.min(ids, axis=2)[:, :, None], jnp.max(ids, axis=2)[:, :, None]
 
     n, m = reversed(visits.lengths) if visits.by_keys else visits.lengths
     rows = jnp.pad(rows[:, :n], ((0, 0), (lead, 0)), mode="edge")
@@ -114,13 +110,16 @@ def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
     least, most = (x.mT for x in ranges(columns, m, visits.size))
     meet = (low <= most) & (high >= least)
     same = (low == most) & (high == least) & (low == high)
-    first = lambda x: jnp.argmax(x, axis=2)
-    end = lambda x: jnp.where(x.any(2), x.shape[2] - jnp.argmax(x[:, :, ::-1], axis=2), 0)
+    places = jnp.arange(1, visits.tiles + 1)
+
+    def span(x):
+        end = jnp.max(jnp.where(x, places, 0), axis=2)
+        return jnp.minimum(jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2), end), end
+
+    (start, stop), (first, end) = span(meet), span(same)
     # Where other segments lie between them, as unsorted ids may have it, none is whole.
-    whole = jnp.where(same.sum(2) == end(same) - first(same), end(same), 0)
-    start = first(meet)
-    stop = jnp.maximum(end(meet), start + 1)
-    return jnp.stack([start, stop, first(same), whole], axis=2).astype(jnp.int32)
+    whole = jnp.where(same.sum(2) == end - first, end, 0)
+    return jnp.stack([start, jnp.maximum(stop, start + 1), first, whole], 2).astype(jnp.int32)
 
 
 def logits(s, scale, softcap):

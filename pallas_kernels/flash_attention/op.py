@@ -40,6 +40,7 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
+LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
@@ -97,8 +98,8 @@ def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) 
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not one dtype"
     if q.shape[-1] > WIDTHS[-1]:
         return f"the head dimension D={q.shape[-1]} is more than {WIDTHS[-1]}"
-    if scale_of(scale, q) <= 0:
-        return f"scale={scale} is not positive"
+    if scale_of(scale, q) < LEAST_SCALE:
+        return f"scale={scale} is less than {LEAST_SCALE}"
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 
@@ -119,8 +120,8 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
-    if scale_of(scale, q) <= 0:
-        return f"scale={scale} is not positive: cuDNN multiplies -inf of masked logits by it"
+    if scale_of(scale, q) < LEAST_SCALE:
+        return f"scale={scale} is less than {LEAST_SCALE}: cuDNN multiplies masked logits by it"
     for name, x in (("q", q), ("k and v", k)):
         if x.size >= 2**31:
             return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"

@@ -72,8 +72,10 @@ _MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unsta
 
 def fits(step: Step, arrays: Sequence[Array]) -> bool:
     """Whether the step can be part of a function."""
-    known = step.primitive in _FORMULAS or step.primitive in _MOVES
-    return known and all(arrays[i].dtype in _TYPES for i in (*step.ins, *step.outs))
+    kinds, name = [arrays[i] for i in (*step.ins, *step.outs)], step.primitive
+    parts = name == "bitcast_convert_type" and kinds[0].shape != kinds[1].shape
+    known = (name in _FORMULAS or name in _MOVES) and not parts
+    return known and all(x.dtype in _TYPES for x in kinds)
 
 
 class _Group:

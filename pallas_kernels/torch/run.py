@@ -47,28 +47,22 @@ def _dot_general(x, y, *, out, sums, batch=((), ())):
     return product.reshape(*members, *free)
 
 
-def _sort(key, *rest, dimension, num_keys, **_):
-    if num_keys != 1:
-        raise NotImplementedError(f"a sort by {num_keys} keys has no form in PyTorch")
-    # PyTorch neither sorts nor gathers unsigned integers of 16 bits or more.
-    wide = [x if x.is_floating_point() else x.long() for x in (key, *rest)]
-    values, order = torch.sort(wide[0], dim=dimension, stable=True)
-    sorted_ = [values, *(x.gather(dimension, order) for x in wide[1:])]
-    return [x.to(like.dtype) for x, like in zip(sorted_, (key, *rest), strict=True)]
+def _sort(*arrays, dimension, num_keys, **_):
+    """By the last key, ..., by the first one: PyTorch sorts by one, and sorts no wide uint."""
+    wide = [x if x.is_floating_point() else x.long() for x in arrays]
+    for key in reversed(range(num_keys)):
+        order = torch.sort(wide[key], dim=dimension, stable=True)[1]
+        wide = [x.gather(dimension, order) for x in wide]
+    return [x.to(like.dtype) for x, like in zip(wide, arrays, strict=True)]
 
 
-def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
-    """x[index] = update for scalars, or one slice along one axis; what is outside is dropped."""
-    axes = scatter_dims_to_operand_dims or (0,)
-    if len(axes) > 1 or not update_window_dims and x.dim() > 1:
-        raise NotImplementedError("this scatter has no form in PyTorch")
-    axis, count, index = axes[0], x.shape[axes[0]], indices.long().reshape(-1)
-    if update_window_dims:
-        index = index.sum() + torch.arange(updates.shape[axis], device=x.device)
-    index = torch.where((index >= 0) & (index < count), index, count)
-    wide = torch.cat([x, x.narrow(axis, 0, 1)], axis)  # one more place for what is dropped
-    updates = updates if update_window_dims else updates.reshape(-1)
-    return wide.index_copy_(axis, index, updates).narrow(axis, 0, count)
+def _scatter(x, indices, updates, **_):
+    """x[index] = update for numbers; what is outside is dropped."""
+    if x.dim() > 1:
+        raise NotImplementedError("a scatter of slices has no form in PyTorch")
+    index = indices.long().reshape(-1)
+    index = torch.where((index >= 0) & (index < len(x)), index, len(x))  # one more place
+    return torch.cat([x, x[:1]]).index_copy_(0, index, updates.reshape(-1))[:-1]
 
 
 _OPERATORS = {  # for primitives that are no glue
@@ -80,9 +74,9 @@ _OPERATORS = {  # for primitives that are no glue
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
     "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
-    "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),
     # Of types that glue lacks, such as float8_e4m3fn.
     "convert_element_type": lambda x, *, out, **_: x.to(out),
+    "bitcast_convert_type": lambda x, *, out, **_: x.view(out),
     "cumsum": lambda x, *, axis, **_: torch.cumsum(x, axis, dtype=x.dtype),
 }  # fmt: skip
 

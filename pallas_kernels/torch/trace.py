@@ -117,12 +117,12 @@ def _array(aval) -> Array:
 
 def _plain(eqn) -> dict[str, Any]:
     """The parameters of an equation that say what it computes, as plain values."""
-    params, numbers = eqn.params, eqn.params.get("dimension_numbers")
+    params = eqn.params
     if eqn.primitive.name == "dot_general":
-        sums, batch = (tuple(map(tuple, pair)) for pair in numbers)
+        sums, batch = (tuple(map(tuple, pair)) for pair in params["dimension_numbers"])
         return {"sums": sums} | ({"batch": batch} if batch[0] else {})
     if eqn.primitive.name == "scatter":
-        return {k: tuple(getattr(numbers, k)) for k in numbers._fields if "dims" in k}
+        return {}
     drop = ("sharding", "accuracy", "mode", "out_sharding", "new_dtype", "dtype")
     return {k: v for k, v in params.items() if k not in drop}
 

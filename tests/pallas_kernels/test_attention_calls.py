@@ -19,7 +19,9 @@ from pallas_kernels.flash_attention.op import attention, attention_reference, wh
     [
         ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is more than 256"),
         ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is less than 1e-30"),
+        # Masked logits would be -inf times 0, and lse over the scale infinite.
+        ((1, 8, 8, 2, 1, 64), BF16, {"scale": 1e-38}, "scale=1e-38 is less than 1e-30"),
         ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is more than 100"),
         ((0, 8, 8, 2, 1, 64), BF16, {}, "without elements"),
     ],

@@ -268,7 +268,7 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
         ((1, 1, 4, 2, 64, 160), (BF16, FP8), {}, "D=160 is not a multiple of 32 up to 128"),
         ((1, 9, 16, 2, 64, 64), (BF16,), {}, "T=9 positions of 8 heads are 72 rows, more than 64"),
         ((1, 1, 4, 2, 60, 64), (BF16,), {}, "the cache's S=60 slots are not a multiple of 8"),
-        ((1, 1, 4, 2, 64, 64), (BF16,), dict(scale=-1.0), "scale=-1.0 is not positive"),
+        ((1, 1, 4, 2, 64, 64), (BF16,), dict(scale=-1.0), "scale=-1.0 is less than 1e-30"),
         ((1, 1, 4, 2, 64, 64), (BF16,), dict(softcap=300.0), "softcap=300.0 is more than 100"),
         ((0, 1, 4, 2, 64, 64), (BF16,), {}, "without elements"),
     ],

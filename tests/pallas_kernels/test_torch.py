@@ -1,7 +1,6 @@
 """pallas_kernels.torch without a GPU: interpreted kernels against JAX, fakes, errors."""
 
 import ctypes
-import functools
 import math
 import subprocess
 import tempfile
@@ -19,7 +18,7 @@ from torch_plans import equations, make_anew  # noqa: E402
 
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
-from pallas_kernels.torch import launch, ops, plan, program, run, trace  # noqa: E402
+from pallas_kernels.torch import launch, ops, plan, run, trace  # noqa: E402
 
 B, F, I = "bfloat16", "float32", "int32"
 CASES = {
@@ -344,10 +343,10 @@ def test_an_operator_has_no_undefined_results(launches):
 
 # Launches and PyTorch operators of a call: forward without gradients, forward, backward.
 MOST_UNITS = {
-    "attention": (1, 1, 2), "attention+": (24, 24, 48), "rms_norm": (1, 1, 2),
+    "attention": (1, 1, 2), "attention+": (18, 18, 36), "rms_norm": (1, 1, 2),
     "rms_norm+": (1, 1, 2), "mlp++": (3, 3, 5),
     "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "swiglu+": (3, 3, 3),
-    "mlp": (4, 4, 8), "mlp+": (3, 4, 8), "encoder": (1, 1, 8), "cross_entropy": (3, 3, 2),
+    "mlp": (4, 4, 8), "mlp+": (3, 3, 8), "encoder": (1, 1, 8), "cross_entropy": (3, 3, 2),
     "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
 }  # fmt: skip
 
@@ -365,33 +364,6 @@ def test_a_call_has_few_launches(name, anew):
     programs = *trace.trace(op, arrays).passes, *trace.trace(op, arrays, wrt).passes
     counts = [len(plan.plan(x).units) for x in programs]
     assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
-
-
-def test_every_step_of_few_long_sequences_has_a_form(anew):
-    """The vLSTM splits them into spans, and joins the spans' states."""
-    of = lambda *width, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((4, 2048, 8, *width), dtype)
-    gate = of(dtype=jnp.float32)
-    arrays = of(64), of(64), of(128), gate, gate
-    op = functools.partial(jk.vlstm, implementation="mosaic")
-    for x in trace.trace(op, arrays, range(5)).passes:
-        steps = [unit.what for unit in plan.plan(x).units]
-        names = {step.primitive for step in steps if isinstance(step, program.Step)}
-        assert "reduce_prod" in names or "dot_general" in names
-        assert names <= set(run._OPERATORS)
-
-
-def test_products_of_batches_and_over_axes():
-    rng = np.random.default_rng(0)
-    x, y = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 2), (2, 5, 3, 6)))
-    numbers = (((2,), (1,)), ((0, 3), (2, 0)))
-    want = jax.lax.dot_general(x, y, numbers, precision="highest")
-    got = run._dot_general(
-        torch.from_numpy(x), torch.from_numpy(y), out=torch.float32, sums=numbers[0],
-        batch=numbers[1],
-    )  # fmt: skip
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    product = run._OPERATORS["reduce_prod"](torch.from_numpy(x), axes=(1, 3))
-    np.testing.assert_allclose(product, x.prod((1, 3)), rtol=1e-5)
 
 
 def test_errors_are_one_line():
