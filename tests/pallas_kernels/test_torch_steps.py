@@ -43,6 +43,11 @@ CALLS = {
         [of(64, 64), of(128, 64), of(64, dtype="int32")],
         {"bitcast_convert_type"},
     ),
+    "400 sums": (  # of dW: an element is followed back through all of them
+        functools.partial(jk.linear_cross_entropy, chunk=1),
+        [of(400, 64), of(128, 64, dtype="float32"), of(400, dtype="int32")],
+        {"dot_general"},
+    ),
 }
 
 
