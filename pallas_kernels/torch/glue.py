@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.torch.program import Array, Program, Step
 
 _THREADS = 256
+DEEPEST = 100  # steps one upon the other; `value` calls itself for each
 # dtype: type of its variables, type in memory
 _TYPES = {
     "bool": ("bool", "bool"), "float32": ("float", "float"), "float16": ("float", "f16"),

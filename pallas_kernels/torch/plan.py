@@ -51,6 +51,7 @@ def _launches(program: Program) -> list[Step]:
     wanted = {*program.outputs}.union(*filter(None, reads))
     done: list[Step] = []
     waiting: list[int] = []
+    depth: dict[int, int] = {}
 
     def flush(now: list[int]) -> None:
         if now:
@@ -61,7 +62,10 @@ def _launches(program: Program) -> list[Step]:
 
     for step, ins in zip(steps, reads, strict=True):
         if ins is None:
-            waiting += [root for root in step.outs if root in wanted]
+            deep = 1 + max((depth.get(roots[i], 0) for i in step.ins), default=0)
+            depth |= dict.fromkeys(step.outs, deep % glue.DEEPEST)
+            waiting += [root for root in step.outs if root in wanted or deep == glue.DEEPEST]
+            flush(waiting * (deep == glue.DEEPEST))
             continue
         if not ins.isdisjoint(waiting):
             flush([root for root in waiting if step.outs or root in ins])

@@ -58,6 +58,14 @@ def test_every_step_has_a_form(name, monkeypatch):
     assert names <= set(run._OPERATORS)
 
 
+def test_a_long_chain_of_steps_is_cut(monkeypatch):
+    """Such as the sums of dW of 250 chunks: it left Python's recursion limit."""
+    make_anew(monkeypatch)
+    chain = lambda x: functools.reduce(lambda y, n: jnp.tanh(y) + n, range(500), x)
+    (one,) = trace.trace(chain, [of(4, dtype="float32")]).passes
+    assert len(plan.plan(one).units) == 10
+
+
 def test_products_of_batches_and_over_axes():
     rng = np.random.default_rng(0)
     x, y = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 2), (2, 5, 3, 6)))
