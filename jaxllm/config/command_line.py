@@ -312,6 +312,7 @@ def holds(folder: Path) -> str | None:
     known = {"packed.json": "packed weights", "config.yaml": "a run", "metrics.jsonl": "a run"}
     known |= {"checkpoints": "a run", "config.json": "a model"}
     known |= dict.fromkeys(("prepare.json", "chat.json"), "prepared data")
+    known |= dict.fromkeys(("run.json", "loss.png", "report.html"), "a report")
     return next((what for name, what in known.items() if (folder / name).exists()), None)
 
 

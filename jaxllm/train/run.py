@@ -171,7 +171,7 @@ class Run:
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             saved, free = self.checkpoints.about(newest), {"data.tokenizer", "model.init_from"}
             free |= command_line.RATE  # config.yaml may be newer; files may have moved
-            command_line.check_kept(saved["config"], config.model_dump(), free, out_dir)
+            command_line.check_kept(saved.get("config", {}), config.model_dump(), free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:

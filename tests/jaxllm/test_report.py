@@ -2,6 +2,7 @@ import html
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +122,10 @@ def test_only_reports_are_overwritten(tmp_path, capsys):
     assert report.main([str(run), "--out", str(out)]) == 2
     assert "would be overwritten" in capsys.readouterr().err
     assert out.read_bytes() == b"\x93precious"
+    for folder in (tmp_path, ".", "/"):
+        assert report.main([str(run), "--out", str(folder)]) == 2
+        assert f"error: cannot write {folder}: " in capsys.readouterr().err
+    assert not [*Path().glob(".*tmp-*"), *tmp_path.parent.glob("*.tmp-*")]
     report.write([run], tmp_path / "x.html")
     report.write([run], tmp_path / "x.html")
 

@@ -85,7 +85,8 @@ def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("config.json", "a model"), ("prepare.json", "prepared data")]
+    ("name", "what"),
+    [("config.json", "a model"), ("prepare.json", "prepared data"), ("loss.png", "a report")],
 )
 def test_a_run_does_not_begin_in_a_folder_of_something_else(name, what, tiny, capsys, tmp_path):
     (tmp_path / "x").mkdir()
