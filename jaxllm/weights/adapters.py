@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 # What a page of peft may say besides what is read: it changes no result, or is a default.
 _FREE = set(
-    """alora_invocation_tokens auto_mapping base_model_name_or_path inference_mode layers_pattern
-    layers_to_transform loftq_config lora_alpha lora_dropout megatron_config megatron_core peft_type
-    peft_version qalora_group_size r revision target_modules task_type use_rslora runtime_config
-    init_lora_weights""".split()
+    """alora_invocation_tokens auto_mapping base_model_name_or_path exclude_modules inference_mode
+    layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_config
+    megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type
+    use_rslora runtime_config init_lora_weights""".split()
 )
 
 
@@ -284,9 +284,13 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
     adapted = {known[name][1] for name in stored if name in known}
     wanted = {theirs for theirs, (_, target) in known.items() if target in adapted}
-    if isinstance(page.get("target_modules"), str) or page.get("layers_to_transform") is not None:
-        modules = {name.partition(".lora_")[0] for name in stored}  # perhaps of some layers only
-        wanted = {name for name in wanted if name.partition(".lora_")[0] in modules}
+    module, listed = lambda name: name.partition(".lora_")[0], page.get("target_modules")
+    some = page.get("exclude_modules") or page.get("layers_to_transform") is not None
+    if some or isinstance(listed, str):  # perhaps in some layers only
+        modules = set(map(module, stored))
+        wanted = {name for name in wanted if module(name) in modules}
+    elif isinstance(listed, list) and "." in str(listed):  # as peft writes its "all-linear"
+        wanted = {name for name in wanted if module(name).endswith(tuple(map(str, listed)))}
     if different := sorted(stored ^ wanted) or ([] if stored else ["no tensor at all"]):
         verb = "lacks" if different[0] in wanted else "holds"
         raise InputError(

@@ -29,6 +29,9 @@ from jaxllm.weights.pretrained import open_weights
 pytestmark = pytest.mark.usefixtures("no_tf32")
 
 
+MODULES = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+    f"mlp.{x}_proj" for x in ("gate", "up", "down")
+]
 FLOAT32 = dict(compute_dtype="float32", residual_dtype="float32", kernels="xla")
 
 
@@ -195,7 +198,13 @@ def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", [dict(layers_to_transform=[1]), dict(target_modules=r".*layers\.1\..*_proj")]
+    "page",
+    [
+        dict(layers_to_transform=[1]),
+        dict(target_modules=r".*layers\.1\..*_proj"),
+        dict(target_modules=[f"layers.1.{name}" for name in MODULES]),
+        dict(exclude_modules=r".*layers\.0\..*"),
+    ],
 )
 def test_adapters_of_some_layers_leave_the_others_as_they_are(tmp_path, page):
     folder = peft_folder(tmp_path, "final")
