@@ -259,8 +259,9 @@ def _add_processes(parser: Parser) -> None:
 def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Raises InputError for options that do not describe one or more processes."""
     count, index, coordinator = args.processes, args.process, args.coordinator
-    if count is not None and not 1 <= count <= (most := 64 if index is None else 2**16):
-        raise InputError(f"--processes {count} must be 1 to {most}")  # each forks, on one machine
+    most = 64 if index is None else 2**16  # without --process all run on this machine
+    if count is not None and not 1 <= count <= most:
+        raise InputError(f"--processes {count} must be 1 to {most}")
     if index is not None or coordinator is not None:
         if count is None or index is None or coordinator is None:
             raise InputError("--process I needs --processes N and --coordinator HOST:PORT")

@@ -81,20 +81,24 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
 
 
 def _message(key: str, message: Any) -> dict[str, Any]:
+    if isinstance(message, dict) and message.get("weight", 1) not in (0, 1, None):
+        raise InputError(f"{key}: weight={message['weight']!r:.50} must be 0 or 1")
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         return message
     if not isinstance(message, dict) or not isinstance(message.get("value"), str):
         raise InputError(f"{key} must hold messages with role and content, or with from and value")
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
-    return {"role": _ROLES[message["from"]], "content": message["value"]}
+    said = {"role": _ROLES[message["from"]], "content": message["value"]}
+    return said | {key: message[key] for key in ("weight",) if key in message}
 
 
 def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str, list]:
     """The text of a conversation by the chat template, and the spans of it that have loss.
 
     loss: "all", or "assistant": what {% generation %} marks or, in a template without this mark,
-        what an assistant's message adds to the text of the messages before it.
+        what an assistant's message adds to the text of the messages before it; a message with
+        weight 0 has none.
     Raises InputError for a wrong form, Refused for a conversation that has no such spans.
     """
     messages, asked = conversation(values)
@@ -112,11 +116,14 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     text, spans = show(len(messages))
     if loss == "all":
         return text, [(0, len(text))]
-    spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= asked]
+    silent = {i for i, m in enumerate(messages) if i < asked or m.get("weight") == 0}
+    spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in silent]
     if not spoken:
         raise Refused("no assistant's turn")
     if has_marks(tokenizer, tools):
-        return text, spans[len(show(asked)[1]) if asked else 0 :]
+        marks = lambda i: range(len(show(i)[1]) if i else 0, len(show(i + 1)[1]))
+        without = {k for i in silent if messages[i]["role"] == "assistant" for k in marks(i)}
+        return text, [span for k, span in enumerate(spans) if k not in without]
     return text, [_added(tokenizer, show, text, i) for i in spoken]
 
 

@@ -7,6 +7,7 @@ import pytest
 from conversations import FOLDER, TEMPLATE, pair, with_template
 
 from jaxllm.data import chat
+from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 MASKS = json.loads((FOLDER / "masks.json").read_text(encoding="utf-8"))
@@ -51,6 +52,34 @@ def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
         assert 0 < spoken.sum() < len(ids)
         ((_, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "all")])
         assert spoken.all()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_answer_of_weight_0_has_no_loss(tmp_path, marked):
+    template = MASKS["templates"]["chatml"]
+    if not marked:
+        template = re.sub(r"\{%-? *(end)?generation *-?%\}", "", template)
+    tokenizer = Tokenizer(with_template(tmp_path / "a", template, "qwen2"))
+    assert chat.has_marks(tokenizer) == marked
+    turns = [*pair("Q", "first"), *pair("R", "second"), *pair("S", "third")]
+    turns[1]["weight"], turns[3]["weight"], turns[5]["weight"] = 1, 0, None
+    text, spans = chat.render(tokenizer, {"messages": turns}, "assistant")
+    said = "".join(text[begin:end] for begin, end in spans)
+    assert [word in said for word in ("first", "second", "third")] == [True, False, True]
+    assert "second" in text
+    named = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": named[m["role"]], "value": m["content"]} | m for m in turns]
+    for turn in turns:
+        del turn["role"], turn["content"]
+    assert chat.render(tokenizer, {"conversations": turns}, "assistant") == (text, spans)
+    with pytest.raises(chat.Refused, match="no assistant's turn"):
+        chat.render(
+            tokenizer,
+            {"messages": [pair("Q", "A")[0], pair("Q", "A")[1] | {"weight": 0}]},
+            "assistant",
+        )
+    with pytest.raises(InputError, match="messages: weight=0.5 must be 0 or 1"):
+        chat.render(tokenizer, {"messages": [{"role": "user", "weight": 0.5}]}, "assistant")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_process_that_finds_no_others_is_refused(runs):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--processes 0", "--processes 0 must be at least 1"),
+        ("--processes 0", "--processes 0 must be 1 to 64"),
         ("--processes 2 --process 1", "--process I needs --processes N and --coordinator"),
         ("--process 1 --coordinator a:1", "--process I needs --processes N and --coordinator"),
         ("--processes 2 --process 2 --coordinator a:1", "--process 2 is not one of 0 to 1"),
