@@ -278,9 +278,9 @@ def test_a_step_takes_over_the_memory_of_a_restored_state(tmp_path):
     t = make(GPT2Config(**SHAPE))
     memory = lambda state: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
-    checkpoints.save(1, t.init().saved(), {}, None)
+    checkpoints.save(0, t.init().saved(), {}, None)
     checkpoints.close()
-    saved = Checkpoints(tmp_path / "checkpoints", 1).restore(1, t.abstract_state().saved())
+    saved = Checkpoints(tmp_path / "checkpoints", 1).restore(0, t.abstract_state().saved())
     state = t.complete(saved)
     before = memory(state)
     after, _ = t.trace_train_step().lower().compile()(state, t.put_batch(random_batch()))
