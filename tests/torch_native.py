@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 AT_ONCE = 14  # checks
 CHECKS = [
     "two_gpus", *[f"jax:{','.join([*ops.OPS][i::5])}" for i in range(5)],
-    *[f"op:{n}" for n in ops.OPS], "quantized", "strides", "autograd", "streams", "cuda_graph",
-    "compile", "reduce_overhead",
+    *[f"op:{n}" for n in ops.OPS], "quantized", "packed", "strides", "autograd", "streams",
+    "cuda_graph", "compile", "reduce_overhead",
     *[f"opcheck:{n}" for n in ("attention_128", "rms_norm", "encoder", "vlstm")],
 ]  # fmt: skip
 LANES = {  # timed cases; each lane has a GPU of its own
