@@ -285,7 +285,7 @@ def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]
     rest = iter(words)
     for word in rest:
         key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
+        if not word.startswith("--") or not key:
             hint = "a value follows its --section.key"
             if first and not overrides:
                 hint = f"write {first} {word}"

@@ -189,9 +189,14 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
     return result
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {message}; see --help\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     names = sorted({case.op for case in CASES})
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pallas_kernels.benchmark",
         description=__doc__,
         formatter_class=lambda prog, **options: argparse.RawDescriptionHelpFormatter(

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--train.steps"], "--train.steps needs a value"),
         (["--config", "llama3_small", "--train.steps", "--train.seed", "1"], "needs a value"),
         (["--config", "llama3_small", "12"], "unexpected argument 12"),
+        (["--config", "llama3_small", "--", "5"], "unexpected argument --; a value follows"),
         (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
         (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),

@@ -200,6 +200,12 @@ def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
     assert "file cannot be created: File exists" in capsys.readouterr().err
 
 
+def test_an_unknown_option_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--foo"])
+    assert capsys.readouterr().err == "error: unrecognized arguments: --foo; see --help\n"
+
+
 def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch):
     case = next(c for c in CASES if c.op == "attention")
     tiny = dict(zip("BTHKD", (1, 64, 2, 1, 64), strict=True))
