@@ -45,10 +45,11 @@ def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
     inner = config.fsdp * config.context * config.tensor
     data = count // inner if config.data == -1 else config.data
     if data * inner != count or data == 0:
+        elsewhere = f"; --dry_run {inner}xH100 predicts it for {inner} GPUs" * (inner > count)
         raise InputError(
             f"mesh data={config.data} x fsdp={config.fsdp} x context={config.context} x"
             f" tensor={config.tensor} does not equal {count} devices; set mesh.data=-1 and the"
-            f" other axes to divisors of {count}"
+            f" other axes to divisors of {count}{elsewhere}"
         )
     shape = (data, config.fsdp, config.context, config.tensor)
     axes = ("data", "fsdp", "context", "tensor")
