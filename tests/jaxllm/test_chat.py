@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,14 +10,13 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from tiny_models import tiny
+from tokenizer_families import EXPECTED, FOLDER
 
 from jaxllm.errors import InputError
 from jaxllm.infer import chat, decode, generate
 from jaxllm.text import Tokenizer
 from jaxllm.text.chat import render
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
-EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 TOKENIZER = Tokenizer(FOLDER / "llama3")
 EOM, EOT = (TOKENIZER.special[f"<|{name}|>"] for name in ("eom_id", "eot_id"))
 WEIGHTS = dict(folder=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespace(end_token=None)))
