@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from late_steps import take
+
 BIG = """
 model: {type: llama3, vocab_size: 128256, n_layers: 24, n_heads: 32, n_kv_heads: 8, d_model: 2048,
   d_ff: 5632, max_seq_len: 4096, rope_theta: 10000.0, tie_embeddings: false, norm_eps: 1.0e-6}
@@ -86,20 +88,6 @@ def joules() -> float:
     return total.value / 1000
 
 
-def take(program, state, batch, count: int):
-    """(state, losses, seconds) of some steps; each loss is read a step late, as in train.py."""
-    losses, seconds, running = [], [], None
-    clock = time.perf_counter()
-    for _ in range(count):
-        state, metrics = program(state, batch)
-        if running is not None:
-            losses.append(float(running["loss"]))
-            seconds.append(time.perf_counter() - clock)
-            clock = time.perf_counter()
-        running = metrics
-    return state, [*losses, float(running["loss"])], seconds
-
-
 def measure(case: str, folder: str, dry: bool) -> dict:
     """Seconds up to the first step's end by part, then the figures of some steps."""
     clocks = [("imports", time.perf_counter())]
@@ -148,13 +136,13 @@ def measure(case: str, folder: str, dry: bool) -> dict:
     tokens = random.integers(0, config.model.vocab_size, (rows, width + 1), dtype=np.int32)
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
     with no_long_pauses():
-        state, losses, _ = take(program, state, batch, 1)
+        state, metrics, _ = take(program, state, [batch])
         lap("end")
-        state, more, _ = take(program, state, batch, 4)
+        state, more, _ = take(program, state, [batch] * 4)
         energy = 0 if dry else joules()
-        state, last, seconds = take(program, state, batch, count)
+        state, last, seconds = take(program, state, [batch] * count)
         energy = 0 if dry else joules() - energy
-    losses += more + last
+    losses = [values["loss"] for values in (*metrics, *more, *last)]
     pairs = zip(clocks, clocks[1:], strict=False)
     parts = {name: round(after - before, 2) for (name, before), (_, after) in pairs}
     size = rows * width

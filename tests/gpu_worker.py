@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import gpu_figures
+from late_steps import take
 
 # Batch sizes; T is the configuration's.
 STEPS = {"gpt2_124m": 32, "llama3_124m": 32, "llama3_1b": 4, "vlstm_124m": 32}
@@ -118,18 +118,11 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
             with tempfile.TemporaryDirectory() as folder:
                 program = compile_autotuned(lowered, None if dry else Path(folder) / "timings.txt")
         state = state or trainer.init()
-        seconds, running = [], None
+        rows = (tokens[i % 2] for i in range(UNTIMED + TIMED))
+        batches = ({"tokens": x[:, :-1], "labels": x[:, 1:]} for x in rows)
         with no_long_pauses():
-            clock = time.perf_counter()
-            for i in range(UNTIMED + TIMED):
-                rows = tokens[i % 2]
-                batch = trainer.put_batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
-                state, metrics = program(state, batch)
-                if running is not None:  # one step behind, as in train.py
-                    values = {key: float(value) for key, value in running.items()}
-                    seconds.append(time.perf_counter() - clock)
-                    clock = time.perf_counter()
-                running = metrics
+            state, metrics, seconds = take(program, state, map(trainer.put_batch, batches))
+        values = metrics[-1]
         if values["skips"] or not values["loss"] < 2 * np.log(vocab):
             raise RuntimeError(f"does not train: {values}")
         jax.block_until_ready(state)  # whoever traces must not stop in a step
