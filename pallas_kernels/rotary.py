@@ -260,8 +260,11 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
     """Rotates `count` heads from `head` on: loads all, then computes and stores each."""
     half = lambda ref, i, j: ref.at[rows, head + i, j, columns]
     pairs = [[mosaic.load(half(x_ref, i, j), tile.layout) for j in (0, 1)] for i in range(count)]
+    # A fused multiply-add takes one of two products.  Behind a barrier the other one is the same
+    # wherever the heads lie, so a Packed has the bits of operands apart.
+    exact = lambda x, y: lax.optimization_barrier(x * y)
     for i, (a, b) in enumerate(pairs):
-        turned = a * cos - b * sin, b * cos + a * sin
+        turned = a * cos - exact(b, sin), b * cos + exact(a, sin)
         for j, value in enumerate(turned):
             mosaic.store(half(y_ref, i, j), value)
 

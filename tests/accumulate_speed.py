@@ -99,8 +99,9 @@ def measure(case: str, folder: str, dry: bool) -> dict:
     import numpy as np
 
     from jaxllm.config import load
+    from jaxllm.data.cache import keep_compiled
     from jaxllm.sharding import make_mesh
-    from jaxllm.train import launch, programs
+    from jaxllm.train import programs
     from jaxllm.train.metrics import peak_memory
     from jaxllm.train.process import no_long_pauses
     from jaxllm.train.step import Trainer
@@ -115,19 +116,11 @@ def measure(case: str, folder: str, dry: bool) -> dict:
         overrides |= {"train.seq_len": "32"}
         count = 3
     config = load(text, overrides)
-    if hasattr(launch, "keep_compiled"):
-        launch.keep_compiled()
-    else:  # before this branch: a resumed run finds its own programs
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_compiled()
     trainer = Trainer(config, make_mesh(config.mesh))
-    lap("trace")
-    traced = trainer.trace_train_step()
-    lap("lower")
-    lowered = traced.lower()
-    lap("compile")
+    lap("program")
     timings = None if dry else Path(folder) / "timings.txt"
-    program = programs.compile_autotuned(lowered, timings)
+    program = programs.find_or_compile(trainer, Trainer.trace_train_step, timings)
     lap("state")
     state = jax.block_until_ready(trainer.init())
     lap("first step")

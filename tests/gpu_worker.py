@@ -106,7 +106,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
     config = load(config, overrides)
     train, vocab = config.train, config.model.vocab_size
     trainer = Trainer(config, make_mesh(config.mesh))
-    lowered = trainer.trace_train_step().lower()
+    traced = trainer.trace_train_step()
     sizes = {"B": train.batch_size, "T": train.seq_len + 1, "V": vocab}
     with jax.default_device(jax.devices("cpu")[0]):
         tokens = [np.asarray(operands.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)]
@@ -116,7 +116,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
         nonlocal program, state
         if program is None:  # late, as for COMPILED_ALONE
             with tempfile.TemporaryDirectory() as folder:
-                program = compile_autotuned(lowered, None if dry else Path(folder) / "timings.txt")
+                program = compile_autotuned(traced, None if dry else Path(folder) / "timings.txt")
         state = state or trainer.init()
         rows = (tokens[i % 2] for i in range(UNTIMED + TIMED))
         batches = ({"tokens": x[:, :-1], "labels": x[:, 1:]} for x in rows)

@@ -99,10 +99,10 @@ def step(a) -> None:
     trainer, device = trainer_of(quantize, a.remat, a.layers), jax.devices()[0]
     print(device.device_kind, trainer.describe(), flush=True)
     begin = time.perf_counter()
-    lowered = trainer.trace_train_step().lower()
+    traced = trainer.trace_train_step()
     print(dispatch.explain(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        program = compile_autotuned(lowered, Path(folder) / "timings" if a.autotune else None)
+        program = compile_autotuned(traced, Path(folder) / "timings" if a.autotune else None)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     found = program.memory_analysis()
     sizes = ("argument", "output", "alias", "temp")

@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 log = logging.getLogger("jaxllm")
+BLOCKS = 3  # of the step whose matmuls are timed: a first one, one between others, a last one
 # What JAX, XLA, Mosaic, Flax and our dispatch read from the environment.
 _READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "FLAX", "LD_LIBRARY_PATH")
 
@@ -43,7 +45,11 @@ def find_or_compile(
     place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
     if place is not None and (program := read(place, trainer, timings)) is not None:
         return program
-    program = compile_autotuned(trace(trainer).lower(), timings)
+    traced, few = trace(trainer), None
+    if timings is not None and not timings.exists() and trainer.config.model.n_layers > BLOCKS:
+        with dispatch.rehearsal():  # whose ops do not count
+            few = trace(trainer.with_blocks(BLOCKS))
+    program = compile_autotuned(traced, timings, few)
     if place is not None:
         write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
     return program
@@ -169,21 +175,42 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
     return program
 
 
-def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
+def compile_autotuned(
+    traced: jax.stages.Traced, timings: Path | None, few: jax.stages.Traced | None = None
+) -> jax.stages.Compiled:
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
-    timings: where the run stores them, or will; None: with XLA's first choice, which is not timed.
-    A new run takes the times of an earlier run of the same program from our cache.
+    timings: where the run stores their times, or will; None: with XLA's first choice, untimed.
+    few: a step with the same matmuls and few blocks, which is compiled for the times instead.
     """
     if timings is None:
+        return traced.lower().compile()
+    with ThreadPoolExecutor(1) as pool:
+        first = (few or traced).lower()
+        timed = pool.submit(_time_matmuls, first, timings)  # while Python lowers the whole step
+        lowered = traced.lower() if few else first
+    if not timed.result():
         return lowered.compile()
-    shared = cache_folder(None) / "timings"
+    # The name is a part of the key of the compiled program, so all runs have the same.
+    times, named = timings.read_bytes(), timings
+    if cache_is_used():
+        shared = timings_folder() / f"{hashlib.sha256(times).hexdigest()}.txt"
+        with contextlib.suppress(OSError):  # the cache is full or not writable
+            put(shared, times)
+            named = shared
+    return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
+
+
+def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
+    """Times the matmul kernels of a program, unless they are known; whether there are any.
+
+    A new run takes the times of an earlier run of the same program from our cache.
+    """
     device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
     place = jax.__version__, device.client.platform_version, device.device_kind
     key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
-    if not cache_is_used():
-        shared = timings.parent
-    elif not timings.exists() and os.access(known := shared / f"{key}.txt", os.R_OK):
+    known = timings_folder() / f"{key}.txt" if cache_is_used() else timings
+    if not timings.exists() and os.access(known, os.R_OK):
         put(timings, known.read_bytes())
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
@@ -195,17 +222,16 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
             {"xla_gpu_deterministic_ops": False, "xla_gpu_dump_autotune_results_to": str(partial)}
         )
         if not partial.exists():  # there was nothing to choose
-            return lowered.compile()
+            return False
         partial.replace(timings)
-    # The name is a part of the key of the compiled program, so all runs have the same.
-    times = timings.read_bytes()
-    named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
-    try:
-        put(shared / f"{key}.txt", times)
-        put(named, times)
-    except OSError:  # the cache is full or not writable
-        named = timings
-    return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
+    with contextlib.suppress(OSError):  # the cache is full or not writable
+        put(known, timings.read_bytes())
+    return True
+
+
+def timings_folder() -> Path:
+    """The folder of our cache with the times of matmuls."""
+    return cache_folder(None) / "timings"
 
 
 def put(path: Path, content: bytes) -> None:

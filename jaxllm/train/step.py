@@ -117,6 +117,12 @@ class Trainer:
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
 
+    def with_blocks(self, n: int) -> "Trainer":
+        """The same training of a model of n blocks."""
+        model = self.config.model.model_copy(update={"n_layers": n})
+        config = self.config.model_copy(update={"model": model})
+        return Trainer(config, self.mesh, self.packing)
+
     def describe(self) -> str:
         """The model in a few words."""
         text = f"{self.config.model.type}, {self.n_params:,} parameters"

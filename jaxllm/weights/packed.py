@@ -13,6 +13,7 @@ bfloat16, or has another format; then a tied head gets its own matrix, too, and 
 lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,12 @@ class Packing(NamedTuple):
         return f"{_name(self.format, self.bits)}{head}, {scales}{asymmetric}"
 
 
+@functools.cache  # a model has few shapes
+def _packed(packing: Packing, shape: tuple[int, ...]) -> QuantizedWeight:
+    """The shapes of a packed matrix.  Raises ValueError if it cannot be packed so."""
+    return jax.eval_shape(packing.pack, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 def _name(format: Format, bits: int) -> str:
     name = "fp8" if format == "fp8" else f"int{bits}"
     return f"2:4 of {name}" if format == "2:4" else name
@@ -101,11 +108,12 @@ def base_packing(config: ModelConfig) -> Packing | None:
         return None
     # pyrefly: ignore[missing-attribute]
     found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
-    params = named_params(nnx.eval_shape(lambda: create(config)))
-    fits = [packing for packing in found if _fits(params, packing)]
-    if not fits:
-        layout(config, found[-1])  # says why
-    return fits[0]
+    one = config.model_copy(update={"n_layers": 1})  # all blocks have the same shapes
+    params = named_params(nnx.eval_shape(lambda: create(one)))
+    for packing in found:
+        if _fits(params, packing):
+            return packing
+    layout(config, found[-1])  # says why
 
 
 def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
@@ -118,7 +126,7 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
         own = packing and packing.of(_dotted(path), variable.shape)
         like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
         if own:
-            return variable.replace(jax.eval_shape(own.pack, like))
+            return variable.replace(_packed(own, variable.shape))
         dtype = jnp.bfloat16 if packing else config.compute_dtype
         return variable.replace(like if len(like.shape) == 1 else like.update(dtype=dtype))
 
@@ -162,8 +170,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
             found[name] = {name: (param.shape, dtype)}
             continue
         try:
-            shape = jax.ShapeDtypeStruct(param.shape, jnp.float32)
-            weight: QuantizedWeight = jax.eval_shape(own.pack, shape)
+            weight = _packed(own, param.shape)
         except ValueError as e:
             groups = [g for g in (128, 64, 32, None) if _fits(params, packing._replace(group=g))]
             another = "another " + ("--head" if name == HEAD else "--quantize")
@@ -183,7 +190,7 @@ def _fits(params: dict[str, nnx.Variable], packing: Packing) -> bool:
     try:
         for name, param in params.items():
             if (own := packing.of(name, param.shape)) is not None:
-                jax.eval_shape(own.pack, jax.ShapeDtypeStruct(param.shape, jnp.float32))
+                _packed(own, param.shape)
     except ValueError:
         return False
     return True

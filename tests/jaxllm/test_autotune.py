@@ -21,7 +21,7 @@ LOAD, DUMP = (
 )
 
 
-class Lowered:
+class Step:
     """Records the options of compilations; writes the timings, as XLA does on a GPU."""
 
     def __init__(self, choices=True, size=4):
@@ -39,6 +39,9 @@ class Lowered:
     def as_text(self):
         return self.program.as_text()
 
+    def lower(self):
+        return self
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
@@ -54,16 +57,16 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
-    timings, lowered = tmp_path / "compiled" / "timings.txt", Lowered()
-    program = compile_autotuned(lowered, timings)
-    first, second = lowered.options
+    timings, step = tmp_path / "compiled" / "timings.txt", Step()
+    program = compile_autotuned(step, timings)
+    first, second = step.options
     assert first["xla_gpu_deterministic_ops"] is False
     assert first[DUMP] != str(timings)  # so that a file with this name is whole
     loaded = Path(second[LOAD])
     assert loaded.read_text() == timings.read_text() == "timings"
     assert [path.name for path in timings.parent.iterdir()] == [timings.name]
     assert program(np.ones((4, 4), np.float32))[0, 0] == 4
-    resumed = Lowered()
+    resumed = Step()
     shutil.rmtree(cache)
     compile_autotuned(resumed, timings)
     assert resumed.options == [second]
@@ -71,7 +74,7 @@ def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
 
 
 def test_another_run_of_the_program_takes_the_same_times_and_paths(tmp_path):
-    first, second, other = Lowered(), Lowered(), Lowered(size=5)
+    first, second, other = Step(), Step(), Step(size=5)
     compile_autotuned(first, tmp_path / "a" / "timings.txt")
     compile_autotuned(second, tmp_path / "b" / "timings.txt")
     assert second.options == first.options[1:]  # so the compiled program is found, too
@@ -84,8 +87,8 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         for run in "ab":
-            compile_autotuned(lowered := Lowered(), tmp_path / run / "timings.txt")
-            assert len(lowered.options) == 2
+            compile_autotuned(step := Step(), tmp_path / run / "timings.txt")
+            assert len(step.options) == 2
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert not (tmp_path / "cache").exists()
@@ -106,35 +109,46 @@ def test_a_cache_that_takes_no_file_costs_only_time(full, tmp_path, monkeypatch)
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     timings = tmp_path / "compiled" / "timings.txt"
-    compile_autotuned(lowered := Lowered(), timings)
-    assert lowered.options[1] == {LOAD: str(timings)}
-    compile_autotuned(again := Lowered(), timings)
-    assert again.options == lowered.options[1:]
+    compile_autotuned(step := Step(), timings)
+    assert step.options[1] == {LOAD: str(timings)}
+    compile_autotuned(again := Step(), timings)
+    assert again.options == step.options[1:]
 
 
 def test_a_part_of_a_program_in_jaxs_cache_is_compiled_again(tmp_path):
     """JAX writes into its cache in place, so a killed process may leave a part."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    Lowered().program.compile()
+    Step().program.compile()
     (path,) = (tmp_path / "cache" / "compiled").glob("*-cache")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     jax.clear_caches()
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
-        program = compile_autotuned(Lowered(), None)
+        program = compile_autotuned(Step(), None)
     assert program(np.ones((4, 4), np.float32))[0, 0] == 4
 
 
+def test_a_step_of_few_blocks_is_timed_instead(tmp_path):
+    step, few = Step(), Step(size=3)
+    compile_autotuned(step, tmp_path / "timings.txt", few)
+    (timed,), (loaded,) = few.options, step.options
+    assert DUMP in timed
+    assert Path(loaded[LOAD]).read_text() == "timings"
+    compile_autotuned(again := Step(), tmp_path / "other" / "timings.txt", few)
+    assert again.options == step.options
+    assert len(few.options) == 1
+
+
 def test_a_program_without_choices_has_no_timings(tmp_path):
-    lowered = Lowered(choices=False)
-    compile_autotuned(lowered, tmp_path / "timings.txt")
-    assert lowered.options[1] is None
+    step = Step(choices=False)
+    compile_autotuned(step, tmp_path / "timings.txt")
+    assert step.options[1] is None
     assert not list(tmp_path.glob("*.txt"))
 
 
 def test_without_timings_xla_takes_its_first_choice():
-    lowered = Lowered()
-    compile_autotuned(lowered, None)
-    assert lowered.options == [None]
+    step = Step()
+    compile_autotuned(step, None)
+    assert step.options == [None]
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="only a GPU has kernels to choose from")
