@@ -110,8 +110,8 @@ class Parser(argparse.ArgumentParser):
                 options["help"] += " (default: %(default)s)"
         if (kind := options.get("type")) in _NUMBERS:
             options.setdefault("metavar", _NUMBERS[kind])
-        if kind is Path:  # a shell leaves ~ as it is in quotes and after =
-            options["type"] = lambda text: Path(text).expanduser()
+        if kind is Path:
+            options["type"] = _path
         hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
         # --help lists only these spellings.
@@ -123,6 +123,12 @@ class Parser(argparse.ArgumentParser):
         if not kind and words and all(map(os.path.exists, words.split())):
             message += f"; {GLOB}"
         raise InputError(f"{message}; see --help")
+
+
+def _path(text: str) -> Path:
+    if not text:  # of an unset variable; Path would take it as the current directory
+        raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
+    return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
 _SAID = {  # {part of an error's message: what it means here}
@@ -205,7 +211,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
-        "--out_dir", metavar="DIR", help="the run's directory (default: runs/<config>-<time>)"
+        "--out_dir",
+        type=Path,
+        metavar="DIR",
+        help="the run's directory (default: runs/<config>-<time>)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
@@ -227,9 +236,6 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
-    if arguments.out_dir == "":
-        raise InputError("--out_dir is empty; name a directory, or omit the option")
-    arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
     if arguments.config == "-":
         arguments.config = "/dev/stdin"
     if arguments.restart and not arguments.resume:
@@ -343,8 +349,9 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
     Commands call it before they import JAX, which takes seconds.
     """
     if not os.path.exists(folder.expanduser()):
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
-        fix = f"; the Hub's tool fetches one: hf download {folder} --local-dir DIR" if hub else ""
+        asked = os.path.relpath(folder)  # a configuration holds absolute paths
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", asked) and not folder.parent.exists()
+        fix = f"; the Hub's tool fetches one: hf download {asked} --local-dir DIR" if hub else ""
         raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}{fix}")
 
 
