@@ -88,15 +88,16 @@ class Source:
     def records(self, columns: Collection[str]) -> Iterator[Record]:
         """Yields the objects and rows of JSON lines and parquet files, by their content.
 
-        columns: the names to read in parquet, of which a file must have one.
+        columns: the names to read, of which a parquet file must have one.
         """
         before = 0
         for name, path in self.files:
             with open_bytes(path) as (_, file):
                 parquet = file.peek(4)[:4] == b"PAR1"
             choose = partial(_known_columns, path, columns)
-            for record in _rows(name, path, choose) if parquet else _lines(name, path, None):
-                yield record._replace(done=before + record.done)
+            for record in _rows(name, path, choose) if parquet else _lines(name, path, columns):
+                values = _without_nulls(record.values) if parquet else record.values
+                yield record._replace(values=values, done=before + record.done)
             before += path.stat().st_size
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
@@ -130,7 +131,7 @@ class Source:
                     return
 
     def _json_lines(self, name: str, path: Path) -> Iterator[Piece]:
-        for record in _lines(name, path, self.text_column):
+        for record in _lines(name, path, [self.text_column]):
             if text := self._text_of(record):
                 yield Piece(record.document, text, True, record.done)
 
@@ -166,17 +167,15 @@ class Source:
     def _check_column(self, path: Path, schema) -> list[str]:
         """[text_column]; raises InputError unless a parquet file has one column of text there."""
         column = self.text_column
-        count = schema.names.count(column)
-        if count != 1:
+        if column not in schema.names:
             text = dict.fromkeys(field.name for field in schema if _is_text(field.type))
-            has = f"has {count} columns {column!r}" if count else f"has no column {column!r}"
             raise InputError(
-                f"{path} {has} (its columns of text: {', '.join(text) or 'none'}); name the column"
-                " of the text with text_column"
+                f"{path} has no column {column!r} (its columns of text:"
+                f" {', '.join(text) or 'none'}); name the column of the text with text_column"
             )
-        kind = schema.field(column).type
-        if not _is_text(kind):
-            raise InputError(f"{path}: column {column!r} is {kind}, not text")
+        for kind in (field.type for field in schema if field.name == column):
+            if not _is_text(kind):
+                raise InputError(f"{path}: column {column!r} is {kind}, not text")
         return [column]
 
 
@@ -188,10 +187,17 @@ def _known_columns(path: Path, columns: Collection[str], schema) -> list[str]:
     return found
 
 
-def _lines(name: str, path: Path, column: str | None) -> Iterator[Record]:
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the nulls that its structs have for a key that a row lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
+def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     """The objects of a file of JSON lines.
 
-    column: a name that no object may have twice.
+    columns: names that no object may have twice.
     """
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
@@ -204,16 +210,17 @@ def _lines(name: str, path: Path, column: str | None) -> Iterator[Record]:
                 )
             if content:
                 where = f"{path}:{number}"
-                yield Record(f"{name}:{number}", where, _object(line, where, column), file.tell())
+                yield Record(f"{name}:{number}", where, _object(line, where, columns), file.tell())
 
 
-def _object(line: bytes, where: str, column: str | None) -> dict:
+def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     try:
         content = line.decode("utf-8-sig")
         value = json.loads(content)
         # The parser takes the last of two values under one name, without a word.
-        if column and content.count(json.dumps(column, ensure_ascii=False)) > 1:
-            json.loads(content, object_pairs_hook=partial(_check_unique, column))
+        for column in columns:
+            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
+                json.loads(content, object_pairs_hook=partial(_check_unique, column))
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -241,9 +248,13 @@ def _rows(name: str, path: Path, choose: Callable[[Any], list[str]]) -> Iterator
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = choose(file.schema_arrow)
+            for column in columns:
+                if (count := file.schema_arrow.names.count(column)) > 1:
+                    raise InputError(f"{path} has {count} columns {column!r}; rename all but one")
             total, size = max(1, file.metadata.num_rows), path.stat().st_size
             batches = file.iter_batches(256, columns=columns)
-            for number, values in enumerate((x for batch in batches for x in batch.to_pylist()), 1):
+            rows = (x for batch in batches for x in batch.to_pylist(maps_as_pydicts="strict"))
+            for number, values in enumerate(rows, 1):
                 where = f"{path}: row {number}"
                 yield Record(f"{name}:{number}", where, values, size * number // total)
     except UnicodeDecodeError as error:
@@ -307,4 +318,5 @@ def hold_out_rank(document: str) -> float:
     """Hashes a document's name to a number from 0 to 1."""
     # With this prefix, 5.2% of Python 3.12's library is held out, of many kinds.  Without it, 12%
     # would be held out, half of it pydoc's topics (prose, unlike the rest).
-    return int.from_bytes(hashlib.sha256(f"val:{document}".encode()).digest()[:8]) / 2.0**64
+    name = f"val:{document}".encode("utf-8", "surrogateescape")  # a file's name may have any bytes
+    return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2.0**64

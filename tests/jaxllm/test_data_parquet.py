@@ -5,6 +5,7 @@ import pyarrow.parquet
 import pytest
 from data_settings import parquet, read
 
+from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 
 
@@ -53,10 +54,26 @@ def test_ambiguous_and_nested_columns_are_refused(tmp_path):
     columns = [["a"], ["b"], ["c"], [1], [{"text": "d"}]]
     table = pyarrow.table(list(map(pyarrow.array, columns)), names=names)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"has 2 columns 'text' \(its .*: text, body\)"):
+    with pytest.raises(InputError, match=r"has 2 columns 'text'; rename all but one"):
         read("parquet", tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"column 'meta' is struct<text: string>, not text"):
         read("parquet", tmp_path / "a.parquet", "meta")
+
+
+def test_records_are_those_of_json_lines(tmp_path):
+    """A struct of Arrow has all keys of its column, null where a row lacks one; a map is pairs."""
+    said = lambda name, **given: {"role": "tool", "call": {"name": name, "arguments": given}}
+    structs = [said("time", zone="UTC"), said("add", a=1, b=[2, None]), {"role": "user"}]
+    maps = [{"content": {"kind": "text", "text": "a"}}]
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pairs = pyarrow.array([[(key, list(x.items())) for key, x in maps[0].items()]], kind)
+    for column, right in ((structs, structs), (pairs, maps)):
+        source = Source("chat", [("a", parquet(tmp_path / "a.parquet", messages=column))])
+        assert [x.values["messages"] for x in source.records(["messages"])] == right
+    table = pyarrow.table([["a"], ["b"]], names=["messages", "messages"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="has 2 columns 'messages'"):
+        list(source.records(["messages"]))
 
 
 def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
