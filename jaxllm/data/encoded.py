@@ -8,6 +8,7 @@ which some are held out for validation, and chat.json, which reports what went i
 
 import hashlib
 import json
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,10 +145,11 @@ class Encoded:
         key = text_key(tokenizer)
         try:
             self.page = json.loads((folder / PREPARED).read_text())
-            index = np.load(folder / "index.npz")
-            self.lengths, self.ranks = index["lengths"], index["ranks"]
+            with open(folder / "index.npz", "rb") as file:
+                index = np.load(file)
+                self.lengths, self.ranks = index["lengths"], index["ranks"]
             made = (self.page["text"], self.page["loss"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{folder} is damaged ({error}); delete it") from error
         if made[0] != key:
             raise InputError(

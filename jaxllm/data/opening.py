@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxllm.data.paths import PREPARED, Found, find_files, stdlib_files
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.files import read_json
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need it, and it is slow to import
@@ -153,7 +153,7 @@ def _open_text(asked: _Asked):
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
     folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
-    counts = json.loads((folder / "counts.json").read_text())
+    counts = read_json(folder / "counts.json")
     _check(tokenizer, vocab_size, [counts["largest"]])
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
@@ -178,8 +178,7 @@ def _open_shards(asked: _Asked):
             val_files = []
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
-        job = folder / "prepare.json"
-        if job.exists() and not json.loads(job.read_text())["done"]:
+        if not read_json(folder / "prepare.json", optional=True).get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
 
     paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]

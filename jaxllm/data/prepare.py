@@ -7,7 +7,6 @@ complete.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
 from itertools import islice
@@ -21,7 +20,7 @@ from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
 from jaxllm.data.sources import Source, hold_out_rank, is_held_out
 from jaxllm.errors import InputError
-from jaxllm.files import lock, write_json
+from jaxllm.files import lock, read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
@@ -155,25 +154,22 @@ def _prepare(
     path = out / "prepare.json"
     fresh: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "names": 0}
     fresh |= {"train": [0, 0], "val": [0, 0]}
-    state = fresh
-    if path.exists():
-        state = json.loads(path.read_text())
-        if state["job"] != job:
-            if state["done"] or state["pieces"]:
-                raise InputError(
-                    f"{out} holds shards of other data or options: choose another --out or delete"
-                    " it"
-                )
-            state = fresh  # that job failed on bad input before it encoded anything
-        if state["done"]:
-            return state["tokens"]
-    else:
-        copy = out / "tokenizer.json"
+    state = read_json(path, optional=True)
+    if state.get("job", job) != job:
+        if state["done"] or state["pieces"]:
+            raise InputError(
+                f"{out} holds shards of other data or options: choose another --out or delete it"
+            )
+        state = fresh  # that job failed on bad input before it encoded anything
+    elif not state:
+        copy, state = out / "tokenizer.json", fresh
         if any(out.glob("*.bin")) or (copy.exists() and not copy.samefile(tokenizer.path)):
             raise InputError(
                 f"{out} holds shards or a tokenizer of other origin: choose another --out"
             )
         write_json(path, state)  # from now on this job owns everything in the folder
+    if state["done"]:
+        return state["tokens"]
     tokenizer.copy_to(out)
 
     with contextlib.ExitStack() as stack:

@@ -226,6 +226,11 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
     before = (tmp_path / "out/conversations.chat").stat().st_mtime_ns
     assert prepare(config, tmp_path / "out") == 0  # done already
     assert (tmp_path / "out/conversations.chat").stat().st_mtime_ns == before
+    index = (tmp_path / "out/index.npz").read_bytes()
+    for damaged in (b"", index[:99]):  # a copy that was interrupted
+        (tmp_path / "out/index.npz").write_bytes(damaged)
+        with pytest.raises(InputError, match="out is damaged"):
+            opened(config, path=str(tmp_path / "out"))
     (tmp_path / "out/chat.json").unlink()  # as if it had been killed
     assert prepare(config, tmp_path / "out") == 0
     capsys.readouterr()
@@ -280,6 +285,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
         (talks(1) * 2, {}, "has one conversation, and none to hold out"),
+        (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
         ([], {}, "can be used: it is empty"),
     ],
 )

@@ -106,6 +106,10 @@ def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
     second = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert second.fingerprint == first.fingerprint
     assert second.train.read(0, 99).tolist() == first.train.read(0, 99).tolist()
+    (counts,) = (tmp_path / "cache").glob("tokens-*/counts.json")
+    counts.unlink()  # as what cleans /tmp and ~/.cache may do
+    with pytest.raises(InputError, match=r"counts\.json cannot be read"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
 
 def test_the_fingerprint_depends_on_text_split_and_tokenizer(tmp_path, config):

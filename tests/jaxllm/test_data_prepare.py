@@ -190,6 +190,8 @@ def test_a_finished_folder_is_not_changed(data, capsys, monkeypatch):
     (data / "data/c.jsonl").write_text('{"body": "more"}\n')
     assert "other data or options" in error_of(capsys, command(data))
     assert {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")} == before
+    (data / "out/prepare.json").write_text('{"job"')
+    assert "out/prepare.json cannot be read as JSON" in error_of(capsys, command(data))
 
 
 def test_an_incomplete_folder_does_not_open(data, monkeypatch):
@@ -225,6 +227,7 @@ def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
     (data / "out" / name).write_text("")
     assert f"out holds {what}; choose another --out" in error_of(capsys, command(data))
     assert [path.name for path in (data / "out").iterdir()] == [name]
+    assert "--out: it is empty; name a" in error_of(capsys, [*command(data), "--out="])
 
 
 def test_one_process_at_a_time(data, capsys):
@@ -267,6 +270,14 @@ def test_a_missing_or_truncated_partial_file_is_reported(data, capsys, monkeypat
     assert "is missing" in error_of(capsys, command(data))
     partial.write_bytes(content)
     assert main(command(data)) == 0
+
+
+def test_a_file_may_have_any_name(data, capsys):
+    """As in archives from systems that do not write names in UTF-8."""
+    for i, text in enumerate(DOCUMENTS):
+        (data / "data" / os.fsdecode(b"caf\xe9%d.txt" % i)).write_text(text)
+    assert main(command(data, source="text", path=f"{data}/data/*.txt", text_column="text")) == 0
+    assert len([name for name in contents(data / "out") if name.startswith("val")]) > 0
 
 
 def test_documents_without_text(data, capsys):
