@@ -38,6 +38,21 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
         yield locked
 
 
+@contextlib.contextmanager
+def own(folder: Path) -> Iterator[None]:
+    """Creates a folder, if need be, and lets one process at a time write there.
+
+    Raises InputError if another one does, or if the folder cannot be written.
+    """
+    try:
+        with lock(folder / ".lock", wait=False):
+            yield
+    except BlockingIOError as error:
+        raise InputError(f"another process is writing to {folder}") from error
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error}") from error
+
+
 def read_text(path: Path) -> str:
     """Reads UTF-8 text, without a byte order mark and with newlines as \\n.
 

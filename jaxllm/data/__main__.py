@@ -114,6 +114,7 @@ def _run(args: Namespace) -> None:
             shard_tokens=args.shard_tokens,
             val_fraction=args.val_fraction,
             special=args.special_tokens,
+            end_token=args.end_token,
         )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
         print(

@@ -24,10 +24,10 @@ from jaxllm.data.paths import PREPARED
 from jaxllm.data.shards import ShardWriter, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_rank
 from jaxllm.errors import InputError
-from jaxllm.files import lock, read_json, write_json
+from jaxllm.files import own, read_json, write_json
 from jaxllm.text import Tokenizer
 
-VERSION = 2  # increment it when the same conversations and tokenizer would give other tokens
+VERSION = 3  # increment it when the same conversations and tokenizer would give other tokens
 _BATCH = 1 << 22  # characters encoded at a time
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
@@ -108,18 +108,13 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
     Raises InputError if the folder holds anything else.
     """
     key = _key(source, tokenizer, loss, cache_folder(None))
-    try:
-        with lock(out / ".lock", wait=False):
-            page = read_json(out / PREPARED, optional=True)
-            if page.get("key", key) != key or any(out.glob("*.bin")):
-                raise InputError(f"{out} holds other data: choose another --out or delete it")
-            if not page:
-                tokenizer.copy_to(out)
-                encode(source, tokenizer, loss, out, key)
-    except BlockingIOError as error:
-        raise InputError(f"another process is writing to {out}") from error
-    except OSError as error:
-        raise InputError(f"cannot write to {out}: {error}") from error
+    with own(out):
+        page = read_json(out / PREPARED, optional=True)
+        if page.get("key", key) != key or any(out.glob("*.bin")):
+            raise InputError(f"{out} holds other data: choose another --out or delete it")
+        if not page:
+            tokenizer.copy_to(out)
+            encode(source, tokenizer, loss, out, key)
     found = Encoded(out, tokenizer, loss)
     return [f"{out}: {found.describe()}", found.describe_lengths()]
 

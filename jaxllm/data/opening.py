@@ -178,8 +178,11 @@ def _open_shards(asked: _Asked):
             val_files = []
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
-        if not read_json(folder / "prepare.json", optional=True).get("done", True):
+        page = read_json(folder / "prepare.json", optional=True)
+        if not page.get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
+        if (end := page.get("end_token")) not in (None, config.end_token):
+            raise InputError(f"{folder} was prepared with --end_token {end}: set data.end_token")
 
     paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
     if config.tokenizer is not None:

@@ -258,7 +258,7 @@ def _rows(name: str, path: Path, choose: Callable[[Any], list[str]]) -> Iterator
                 where = f"{path}: row {number}"
                 yield Record(f"{name}:{number}", where, values, size * number // total)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: row {number} is not UTF-8 text: {error}") from error
+        raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) and error.errno:  # from the system, not the content

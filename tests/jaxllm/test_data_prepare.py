@@ -4,9 +4,10 @@ import os
 import resource
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+import tokenizers
+from data_settings import settings
 
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
 from jaxllm.data.__main__ import main
@@ -52,10 +53,8 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     sizes = [len(open_shard(data / "out" / name)[0]) for name in shards]
     assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
 
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
     text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
     train, val = (x.split("<|endoftext|>")[1:] for x in text)
@@ -91,10 +90,8 @@ def test_a_single_document_gives_no_validation_shard_and_still_trains(data, caps
     assert main(command(data, path=data / "one.jsonl", **{"val_fraction": 0.99})) == 0
     assert all(name.startswith("train") for name in contents(data / "out"))
     assert "without data.val_path, training holds out" in capsys.readouterr().out
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
 
 
@@ -202,12 +199,24 @@ def test_an_incomplete_folder_does_not_open(data, monkeypatch):
         patch.setattr(prepare._Split, "finish", killed)
         with pytest.raises(Killed):
             main(command(data))
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):
         open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+
+
+def test_shards_with_another_end_token_open_only_with_its_name(data):
+    library = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
+    library.add_special_tokens(["<|end|>"])
+    library.save(str(data / "tokenizer.json"))
+    assert main(command(data, end_token="<|end|>")) == 0
+    config = settings(data)
+    config.source, config.path, config.pack = "shards", str(data / "out"), "documents"
+    with pytest.raises(ValueError, match=r"out was prepared with --end_token <\|end\|>: set data"):
+        open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+    config.end_token = "<|end|>"
+    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+    assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
 
 
 def test_foreign_shards_are_not_overwritten(data, capsys):
