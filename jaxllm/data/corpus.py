@@ -1,6 +1,6 @@
 """Encodes a source into token ids, cached as two llm.c shards (train.bin, val.bin)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -42,16 +42,22 @@ def encode(
     special: what the names of special tokens in a text are: "tokens" or "text".
     skip: pieces that are encoded already.
     """
-    batch: list[_Joined] = []
-    characters = 0
-    for entry in _joined(pieces, tokenizer, special == "tokens", skip):
-        batch.append(entry)
-        characters += len(entry.text)
-        if characters >= _BATCH:
-            yield _encoded(batch, tokenizer, special == "tokens")
-            batch, characters = [], 0
-    if batch:
+    joined = _joined(pieces, tokenizer, special == "tokens", skip)
+    for batch in batched(joined, lambda entry: len(entry.text)):
         yield _encoded(batch, tokenizer, special == "tokens")
+
+
+def batched[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields lists of items that are long enough to keep all cores busy as they are encoded."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += characters(item)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 class _Joined(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.data.cache import build_once, cache_folder, digest
 from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
-from jaxllm.data.corpus import progress_bar
+from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import PREPARED
@@ -25,10 +25,10 @@ from jaxllm.data.shards import ShardWriter, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
+from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
 VERSION = 3  # increment it when the same conversations and tokenizer would give other tokens
-_BATCH = 1 << 22  # characters encoded at a time
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
 
@@ -42,7 +42,8 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     sha = hashlib.sha256()
     writer = ShardWriter(folder / "conversations.chat", 2 * tokenizer.vocab_size)
     try:
-        for batch in _rendered(source, tokenizer, loss, refused):
+        each = _rendered(source, tokenizer, loss, refused)
+        for batch in batched(each, lambda entry: len(entry[1][0])):
             pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
             for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
                 if not mask[1:].any():  # nothing predicts the first token
@@ -70,25 +71,17 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
 
 def _rendered(
     source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
-) -> Iterator[list[tuple[Record, tuple[str, list]]]]:
-    """Yields batches of records with what `render` makes of them; collects the refused ones."""
-    batch, characters = [], 0
+) -> Iterator[tuple[Record, tuple[str, list]]]:
+    """Yields records with what `render` makes of them; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
         for record in source.records(COLUMNS):
             try:
-                batch.append((record, render(tokenizer, record.values, loss)))
+                yield record, render(tokenizer, record.values, loss)
             except Refused as error:
                 refused[str(error)].append(record.document)
-                continue
             except InputError as error:
                 raise InputError(f"{record.where}: {error}") from error
-            characters += len(batch[-1][1][0])
-            if characters >= _BATCH:
-                yield batch
-                batch, characters = [], 0
             done(record.done)
-    if batch:
-        yield batch
 
 
 def describe_refused(refused: dict[str, list[str]]) -> str:

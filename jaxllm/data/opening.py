@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,10 +51,10 @@ def open_dataset(
     asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
     separator = None
     if config.source == "chat":
-        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(asked)
+        train, val, tokenizer, size, fingerprint, what = _open_chat(asked)
     else:
         opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(asked)
+        train, val, tokenizer, size, fingerprint, what = opened(asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -64,9 +63,9 @@ def open_dataset(
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
-        description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
+        description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
-        vocab_size=data_vocab_size,
+        vocab_size=size,
         tokenizer=tokenizer,
         separator=separator,
         train=train,
@@ -147,21 +146,20 @@ def _open_text(asked: _Asked):
     else:
         path = config.tokenizer
     tokenizer = Tokenizer(path, end_token=config.end_token)
-    _check(tokenizer, vocab_size)
+    _vocabulary(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
     special = config.special_tokens
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
     folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
     counts = read_json(folder / "counts.json")
-    _check(tokenizer, vocab_size, [counts["largest"]])
+    size = _vocabulary(tokenizer, vocab_size, counts["largest"])
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {what}"
     if counts["names"]:
         read = "tokens" if special == "tokens" else "plain text"
         what += f", {counts['names']:,} names of special tokens read as {read}"
-    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
@@ -191,13 +189,11 @@ def _open_shards(asked: _Asked):
     tokenizer = tokenizers[0] if tokenizers else None
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
-    _check(tokenizer, vocab_size)
-
     if tokenizer is not None:
-        data_vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+        size = _vocabulary(tokenizer, vocab_size)
     else:
-        data_vocab_size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
-    content = {path: check_shard(path, cache, data_vocab_size) for _, path in files + val_files}
+        size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
+    content = {path: check_shard(path, cache, size) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     if not files and not only_val:
@@ -206,7 +202,7 @@ def _open_shards(asked: _Asked):
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
     trained = len(files) if val_found.files else len(found.files)
     what = f"shards: {_describe(found, val_found, trained)}"
-    return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
+    return train, val, tokenizer, size, digest("shards", digests), what
 
 
 def _open_chat(asked: _Asked):
@@ -224,9 +220,9 @@ def _open_chat(asked: _Asked):
             " data.tokenizer to a folder with both"
         )
     tokenizer = Tokenizer(where, end_token=config.end_token)
-    _check(tokenizer, vocab_size)
+    _vocabulary(tokenizer, vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
-    _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
+    size = _vocabulary(tokenizer, vocab_size, max(x.page["largest"] for x in opened))
     fitted = []  # the last is what validates, and is left out of the first
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
@@ -240,18 +236,17 @@ def _open_chat(asked: _Asked):
     what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
         what += f"; {name}: {part.describe()}" if len(part) else ""
-    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
     return train, val, tokenizer, size, fingerprint, what
 
 
-def _check(
-    tokenizer: Tokenizer | None, vocab_size: int | None, ids: Sequence[int] | None = None
-) -> None:
-    """Raises InputError if the tokenizer, or a token of the data, is not the model's."""
-    if tokenizer is not None and vocab_size is not None:
-        tokenizer.check(vocab_size, ids)
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None, largest: int = 0) -> int:
+    """The bound of the ids; raises InputError if tokenizer or largest id are not the model's."""
+    if vocab_size is None:
+        return tokenizer.vocab_size
+    tokenizer.check(vocab_size, [largest])
+    return min(tokenizer.vocab_size, vocab_size)
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:

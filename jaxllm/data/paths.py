@@ -8,10 +8,12 @@ import stat
 import sysconfig
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.filesize import decimal
 
 from jaxllm.errors import InputError
 
@@ -155,30 +157,17 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 def _left_out(reasons: dict[Path, str], root: Path) -> str:
     groups = defaultdict(list)
     for path, reason in sorted(reasons.items()):
-        groups[reason].append(path)
+        groups[reason].append(os.path.relpath(path, root))
     if not groups:
         return ""
     parts = []
-    for reason, paths in sorted(groups.items(), key=lambda group: -len(group[1])):
-        names = [os.path.relpath(path, root) for path in paths]
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         more = ", ..." if len(names) > 1 else ""
-        parts.append(f"{len(paths):,} {reason} ({names[0]}{more})")
+        parts.append(f"{len(names):,} {reason} ({names[0]}{more})")
     if len(parts) > 5:
         parts[5:] = [f"{len(parts) - 5} more kinds"]
-    return f"; left out {len(reasons):,} files ({_bytes(reasons)}): {', '.join(parts)}"
-
-
-def _bytes(paths: Iterable[Path]) -> str:
-    """The size of files together, as people write it."""
-    size = 0.0
-    for path in paths:
-        with contextlib.suppress(OSError):
-            size += path.stat().st_size
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
+    size = decimal(sum(os.path.getsize(path) for path in reasons if os.path.exists(path)))
+    return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}"
 
 
 def stdlib_files() -> Found:
