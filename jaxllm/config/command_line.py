@@ -11,8 +11,9 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm import config as configs
-from jaxllm.config.describe import INDENT, columns
+from jaxllm.config.describe import INDENT, columns, help_text
+from jaxllm.config.loading import CONFIG_DIR, load
+from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
 # The settings that a resumed run may change; any other would make it a different run.
@@ -41,7 +42,7 @@ GLOB = "the shell has made several words of a glob: put it in quotes, as in 'tex
 class Arguments(NamedTuple):
     """The parsed command line of `jaxllm train`."""
 
-    config: configs.Config
+    config: Config
     out_dir: Path
     resume: bool
     dry_run: str | None  # "here", or GPUs like 64xH200
@@ -58,7 +59,7 @@ def read(argv: list[str]) -> Arguments:
         return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or _unused(Path("runs") / f"{Path(args.config).stem}-{stamp}")
-    config = _absolute(configs.load(args.config, overrides))
+    config = _absolute(load(args.config, overrides))
     check_free(out_dir)
     if args.out_dir is None and (config.mesh.distributed or args.process is not None):
         raise InputError("several processes need --out_dir: a directory that all of them see")
@@ -71,7 +72,7 @@ def _unused(folder: Path) -> Path:
     return next((name for name in names if not os.path.lexists(name)), folder)
 
 
-def _absolute(config: configs.Config) -> configs.Config:
+def _absolute(config: Config) -> Config:
     """The configuration with absolute paths, which a run stores, so that it is found anywhere."""
     sections = {"data": ("path", "val_path", "tokenizer", "cache_dir"), "model": ("init_from",)}
     updated = {}
@@ -202,13 +203,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         "       jaxllm train --resume --out_dir DIR [--section.key VALUE ...]",
         description="Trains a language model.  An option overrides each value of its"
         " configuration.",
-        epilog=configs.help_text(),
+        epilog=help_text(),
     )
     parser.add_argument(
         "--config",
         metavar="NAME_OR_PATH",
         help="a YAML file, - for standard input, or one of "
-        + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
+        + ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
         "--out_dir",
@@ -232,22 +233,6 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         help="estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
         " compile and write nothing",
     )
-    _add_processes(parser)
-    arguments, rest = parser.parse_known_args(argv)
-    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
-    _check_processes(arguments, overrides)
-    if arguments.config == "-":
-        arguments.config = "/dev/stdin"
-    if arguments.restart and not arguments.resume:
-        raise InputError("--restart needs --resume")
-    if arguments.resume and arguments.out_dir is None:
-        raise InputError("--resume needs --out_dir, the directory of the run to resume")
-    if arguments.config is None and not arguments.resume:
-        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
-    return arguments, overrides
-
-
-def _add_processes(parser: Parser) -> None:
     parser.add_argument("--processes", type=int, help="train in N processes, each with one GPU")
     parser.add_argument(
         "--process",
@@ -260,6 +245,18 @@ def _add_processes(parser: Parser) -> None:
         metavar="HOST:PORT",
         help="with --process: the machine of process 0, and a free port there",
     )
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
+    _check_processes(arguments, overrides)
+    if arguments.config == "-":
+        arguments.config = "/dev/stdin"
+    if arguments.restart and not arguments.resume:
+        raise InputError("--restart needs --resume")
+    if arguments.resume and arguments.out_dir is None:
+        raise InputError("--resume needs --out_dir, the directory of the run to resume")
+    if arguments.config is None and not arguments.resume:
+        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
+    return arguments, overrides
 
 
 def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -355,7 +352,7 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
         raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}{fix}")
 
 
-def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     check_writable(args.out_dir, "out_dir ")
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
@@ -367,8 +364,8 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> conf
             f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
             " add --restart to begin again and replace its metrics"
         )
-    stored = _absolute(configs.load(str(stored_path)))
-    wanted = _absolute(configs.load(args.config or str(stored_path), overrides))
+    stored = _absolute(load(str(stored_path)))
+    wanted = _absolute(load(args.config or str(stored_path), overrides))
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
 

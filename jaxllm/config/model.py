@@ -218,11 +218,8 @@ class Llama3Config(AttentionConfig):
         return self
 
     def _check_lora(self, lora: Lora) -> None:
-        C, F, Q, K = (
-            self.d_model,
-            self.d_ff,
-            *(n * self.head_dim for n in (self.n_heads, self.n_kv_heads)),
-        )
+        C, F = self.d_model, self.d_ff
+        Q, K = (n * self.head_dim for n in (self.n_heads, self.n_kv_heads))
         widths = dict(q_proj=(C, Q), k_proj=(C, K), v_proj=(C, K), o_proj=(Q, C))
         widths |= dict(gate_proj=(C, F), up_proj=(C, F), down_proj=(F, C))
         for name in lora.names:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status, holds
 from jaxllm.data.encoded import prepare_chat
-from jaxllm.data.paths import find_files, stdlib_files
+from jaxllm.data.paths import find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -84,9 +84,6 @@ def _add_source(command: Parser, *more: str) -> None:
 
 
 def _run(args: Namespace) -> None:
-    stdlib = args.source == "stdlib"
-    if stdlib and args.path is not None:
-        raise InputError(f"--path={args.path} is not read with --source=stdlib; omit one of them")
     if args.command == "prepare":
         for name, value in (args.of_text if args.source == "chat" else args.of_chat).items():
             if getattr(args, name) != value:
@@ -98,7 +95,7 @@ def _run(args: Namespace) -> None:
         )
     if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
         raise InputError(f"--out={args.out} holds {what}; choose another --out")
-    found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    found = find_files(args.source, args.path, key="--path")
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
     if args.source == "chat":

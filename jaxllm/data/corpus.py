@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.data.cache import build_once, digest
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.sources import Piece, Source, is_held_out
+from jaxllm.data.sources import Piece, Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
 from jaxllm.terminal import progress_bar
@@ -127,13 +127,13 @@ def cached_tokenizer(
     def texts() -> Iterator[str]:
         characters = 0
         names = (piece.document for piece in source.pieces())
-        all_held_out = all(is_held_out(name, held_out) for name in names)  # stops at the first
+        all_held_out = all(hold_out_rank(name) < held_out for name in names)  # stops at the first
         with progress_bar(
             f"training a tokenizer of {vocab_size} entries (once)",
             min(source.size, _TOKENIZER_TEXT),
         ) as done:
             for piece in source.pieces():
-                if all_held_out or not is_held_out(piece.document, held_out):
+                if all_held_out or hold_out_rank(piece.document) >= held_out:
                     characters += len(piece.text)
                     yield piece.text
                 done(piece.done)
@@ -197,7 +197,7 @@ def _write(
     """Appends each document to the writer of its split, and counts it there."""
     for batch in batches:
         for part in batch:
-            name = "val" if is_held_out(part.document, held_out) else "train"
+            name = "val" if hold_out_rank(part.document) < held_out else "train"
             writers[name].append(part.ids)
             counts[name] += part.begins
             counts["names"] += part.names

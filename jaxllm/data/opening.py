@@ -10,7 +10,7 @@ from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import PREPARED, Found, find_files, stdlib_files
+from jaxllm.data.paths import PREPARED, Found, find_files
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -82,16 +82,12 @@ def check_paths(config: DataConfig) -> dict[str, Found]:
 
     Raises InputError for paths without the configured data.
     """
-    found = {}
-    for key in ("path", "val_path"):
-        path = getattr(config, key)
-        if path is not None and config.source == "stdlib":
-            raise InputError(
-                f"data.{key}={path} is not read with data.source=stdlib: set data.source to text, "
-                "jsonl, parquet or shards"
-            )
-        if path is not None:
-            found[key] = find_files(config.source, path, key=f"data.{key}")
+    paths = {"path": config.path, "val_path": config.val_path}
+    found = {
+        key: find_files(config.source, path, key=f"data.{key}")
+        for key, path in paths.items()
+        if path is not None
+    }
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise InputError(
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
@@ -102,11 +98,9 @@ def check_paths(config: DataConfig) -> dict[str, Found]:
 def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
     """The files to train on, and of data.val_path; if `only_val`, only data.val_path's and none."""
     found = check_paths(config)
-    if config.source == "stdlib":
-        return stdlib_files(), Found([])
     if only_val:
         return found["val_path"], Found([])
-    path = found.get("path") or find_files(config.source, None)  # which names the missing key
+    path = found.get("path") or find_files(config.source, None)  # stdlib's, or the missing key
     return path, found.get("val_path", Found([]))
 
 

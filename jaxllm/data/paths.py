@@ -56,8 +56,13 @@ class Found(NamedTuple):
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     """Returns the files under a file, folder or glob, each once, however many names it has.
 
-    key: the option that holds `path`, for errors. Raises InputError if no file is found.
+    key: the option that holds `path`, for errors. Raises InputError if no file is found, and for
+    a path beside the kind "stdlib", which has its own.
     """
+    if kind == "stdlib":
+        if path is not None:
+            raise InputError(f"{key}={path} is not read with source=stdlib: choose another")
+        return _stdlib()
     if not path:
         raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
     root = os.path.expanduser(path)
@@ -170,8 +175,8 @@ def _left_out(reasons: dict[Path, str], root: Path) -> str:
     return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}"
 
 
-def stdlib_files() -> Found:
-    """Returns the standard library's modules, without its tests."""
+def _stdlib() -> Found:
+    """The standard library's modules, without its tests."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, folders, names in os.walk(root):

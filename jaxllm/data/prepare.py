@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.data.cache import digest
 from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
-from jaxllm.data.sources import Source, hold_out_rank, is_held_out
+from jaxllm.data.sources import Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
@@ -172,11 +172,11 @@ def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
     pieces = source.pieces() if fraction else iter(())
     for name in islice((piece.document for piece in pieces if piece.begins), _MANY):
         names.append(name)
-        kinds.add(is_held_out(name, fraction))
+        kinds.add(hold_out_rank(name) < fraction)
         if len(kinds) == 2:
             break
     if len(kinds) != 1 or len(names) == _MANY:
-        return lambda name: is_held_out(name, fraction)
+        return lambda name: hold_out_rank(name) < fraction
     if len(names) == 1:
         return lambda name: False
     everything = kinds == {True}

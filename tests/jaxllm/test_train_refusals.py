@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
             ["--config", "llama3_small", "--data.path", "/nothing"],
-            "not read with data.source=stdlib",
+            "not read with source=stdlib",
         ),
         (
             ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
