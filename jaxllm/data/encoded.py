@@ -20,7 +20,7 @@ from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
 from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
-from jaxllm.data.paths import PREPARED
+from jaxllm.data.paths import PREPARED, is_prepared
 from jaxllm.data.shards import ShardWriter, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_rank
 from jaxllm.errors import InputError
@@ -40,7 +40,7 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     refused: dict[str, list[str]] = defaultdict(list)
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
-    writer = ShardWriter(folder / "conversations.chat", 2 * tokenizer.vocab_size)
+    writer = ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)
     try:
         each = _rendered(source, tokenizer, loss, refused)
         for batch in batched(each, lambda entry: len(entry[1][0])):
@@ -66,7 +66,7 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     page |= dict(
         refused=refused, largest=largest, marks=has_marks(tokenizer), sha256=sha.hexdigest()
     )
-    write_json(folder / PREPARED, page | dict(text=text_key(tokenizer), key=key))
+    write_json(folder / PREPARED[0], page | dict(text=text_key(tokenizer), key=key))
 
 
 def _rendered(
@@ -102,7 +102,7 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
     """
     key = _key(source, tokenizer, loss, cache_folder(None))
     with own(out):
-        page = read_json(out / PREPARED, optional=True)
+        page = read_json(out / PREPARED[0], optional=True)
         if page.get("key", key) != key or any(out.glob("*.bin")):
             raise InputError(f"{out} holds other data: choose another --out or delete it")
         if not page:
@@ -114,8 +114,8 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
 
 def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> "Encoded":
     """The conversations of a source, as prepared or, encoded once, from the cache."""
-    (name, path), *_ = source.files
-    if name == PREPARED:
+    (_, path), *_ = source.files
+    if is_prepared(path):
         return Encoded(path.parent, tokenizer, loss)
     key = _key(source, tokenizer, loss, cache)
     build = lambda folder: encode(source, tokenizer, loss, folder, key)
@@ -132,7 +132,7 @@ class Encoded:
     def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str):
         key = text_key(tokenizer)
         try:
-            self.page = json.loads((folder / PREPARED).read_text())
+            self.page = json.loads((folder / PREPARED[0]).read_text())
             with open(folder / "index.npz", "rb") as file:
                 index = np.load(file)
                 self.lengths, self.ranks = index["lengths"], index["ranks"]
@@ -146,7 +146,7 @@ class Encoded:
             )
         if made[1] != loss:
             raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
-        self.entries = Tokens([open_shard(folder / "conversations.chat")[0]])
+        self.entries = Tokens([open_shard(folder / PREPARED[1])[0]])
         if len(self.entries) != self.lengths.sum():
             raise InputError(f"{folder} is damaged: its files differ in length; delete it")
 

@@ -10,7 +10,7 @@ from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import PREPARED, Found, find_files
+from jaxllm.data.paths import Found, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -206,7 +206,7 @@ def _open_chat(asked: _Asked):
         sources[0] = sources[0].without(sources[1], cache)
         if not sources[0].files:
             raise _nothing_left(config)
-    prepared = [path.parent for x in sources for name, path in x.files if name == PREPARED]
+    prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
     where = config.tokenizer or next(iter(prepared), None)
     if where is None:
         raise InputError(

@@ -25,7 +25,7 @@ _SUFFIXES = {
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
-PREPARED = "chat.json"  # is in a folder of conversations that `jaxllm data prepare` made
+PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
 # packages, and build outputs, which differ from machine to machine.
@@ -78,14 +78,19 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
             return Found([(os.path.basename(root), Path(root))])
         if not stat.S_ISDIR(mode):
             raise InputError(f"{key}={path} is neither a file nor a folder")
-        if kind == "chat" and (prepared := Path(root, PREPARED)).is_file():
-            return Found([(PREPARED, prepared)])
+        if kind == "chat" and is_prepared(page := Path(root, PREPARED[0])):
+            return Found([(page.name, page)])
         found = _folder(kind, Path(root))
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
         what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
     if not found.files:
         raise InputError(f"{key}={path} {what}{found.left_out}")
     return found
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a file is the report of `jaxllm data prepare`, not conversations of that name."""
+    return path.name == PREPARED[0] and path.with_name(PREPARED[1]).is_file()
 
 
 def _why_missing(path: str, error: OSError | ValueError) -> str:

@@ -80,6 +80,9 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     whole = opened(config, path=str(write(tmp_path / "whole.jsonl", lines)))
     both = [conversations_in(rows_of(x)) for x in (data, whole)]
     assert sorted(both[0]) == sorted(both[1])
+    (tmp_path / "whole.jsonl").rename(tmp_path / "chat.json")  # as the report of `prepare`
+    named = opened(config, path=str(tmp_path / "chat.json"))
+    assert sorted(conversations_in(rows_of(named))) == sorted(both[1])
     assert "12 conversations" in data.description
     assert "left out 1 files" in data.description
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
