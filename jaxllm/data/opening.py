@@ -104,8 +104,14 @@ def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
     return path, found.get("val_path", Found([]))
 
 
-def _describe(found: Found, val_found: Found, trained: int) -> str:
-    """For people: the files of data.path and of data.val_path."""
+def _describe(asked: _Asked, trained: int) -> str:
+    """For people: the files of data.path and of data.val_path; raises InputError if none trains."""
+    config, found, val_found, *_ = asked
+    if not trained:
+        raise InputError(
+            f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose"
+            " files are not trained on; name other data, or omit data.val_path to hold out a part"
+        )
     text = found.describe()
     if trained < len(found.files):
         text += f" ({len(found.files) - trained:,} also in data.val_path, so not trained on)"
@@ -114,25 +120,17 @@ def _describe(found: Found, val_found: Found, trained: int) -> str:
     return text
 
 
-def _nothing_left(config: DataConfig) -> InputError:
-    return InputError(
-        f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose files"
-        " are not trained on; name other data, or omit data.val_path to hold out a part"
-    )
-
-
 def _open_text(asked: _Asked):
     config, found, val_found, cache, vocab_size, only_val, _ = asked
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
-        raise InputError(f"data.{'val_' * only_val}path={config.path} is empty")
+        key, path = ("val_path", config.val_path) if only_val else ("path", config.path)
+        raise InputError(f"data.{key}={path} is empty")
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
         source = source.without(val_source, cache)
-        if not source.files:
-            raise _nothing_left(config)
-    what = _describe(found, val_found, len(source.files))
+    what = _describe(asked, len(source.files))
 
     content = source.digest(cache)
     if config.tokenizer is None:
@@ -164,10 +162,9 @@ def _open_shards(asked: _Asked):
         files, val_files = val_files, files
     elif not val_files:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
         val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
-        if len(val_files) < len(files):
-            files = [file for file in files if file not in val_files]
-        else:  # the path names only validation shards
+        if len(val_files) == len(files):  # the path names only validation shards
             val_files = []
+        files = [file for file in files if file not in val_files]
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
@@ -190,12 +187,10 @@ def _open_shards(asked: _Asked):
     content = {path: check_shard(path, cache, size) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
-    if not files and not only_val:
-        raise _nothing_left(config)
     digests = [[content[path] for _, path in files], val_digests]
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
     trained = len(files) if val_found.files else len(found.files)
-    what = f"shards: {_describe(found, val_found, trained)}"
+    what = f"shards: {_describe(asked, trained)}"
     return train, val, tokenizer, size, digest("shards", digests), what
 
 
@@ -204,8 +199,7 @@ def _open_chat(asked: _Asked):
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
     if val_found.files:
         sources[0] = sources[0].without(sources[1], cache)
-        if not sources[0].files:
-            raise _nothing_left(config)
+    what = f"chat: {_describe(asked, len(sources[0].files))}: "
     prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
     where = config.tokenizer or next(iter(prepared), None)
     if where is None:
@@ -226,7 +220,6 @@ def _open_chat(asked: _Asked):
         train, val = (x.all() for x in fitted)
     else:
         train, val = fitted[0].split(VAL_FRACTION)
-    what = f"chat: {_describe(found, val_found, len(sources[0].files))}: "
     what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
         what += f"; {name}: {part.describe()}" if len(part) else ""

@@ -207,8 +207,12 @@ def test_one_file_is_split_at_its_end(tmp_path, config, name):
 
 def test_empty_text(tmp_path, config):
     config.path = corpus_of(tmp_path / "text", ["", ""])
-    with pytest.raises(InputError, match="is empty"):
+    with pytest.raises(InputError, match=r"data\.path=.*/text is empty"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    config.path, config.val_path = corpus_of(tmp_path / "full", DOCUMENTS), config.path
+    with pytest.raises(InputError, match=r"data\.val_path=.*/text is empty"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None, training=False)
+    config.val_path = None
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     config.source, config.path = "jsonl", str(tmp_path / "a.jsonl")
     with pytest.raises(InputError, match="the data is empty"):
