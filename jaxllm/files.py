@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import fcntl
 import json
 import os
 import uuid
@@ -10,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import InputError
-
-try:
-    import fcntl
-except ImportError:  # Windows: without locks two processes may repeat work; renames stay atomic
-    fcntl = None
 
 
 @contextlib.contextmanager
@@ -26,15 +22,13 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
-        locked = False
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                locked = True
-            except BlockingIOError:
-                raise
-            except OSError:
-                pass
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        except BlockingIOError:
+            raise
+        except OSError:
+            locked = False
         yield locked
 
 

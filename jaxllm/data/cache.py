@@ -115,10 +115,8 @@ def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> d
     stat = path.stat()
     key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = cache / "files" / f"{key}.json"
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads(note.read_text())
-    except (OSError, ValueError):
-        pass
     fact = compute()
     # A cache that cannot be written costs time at the next start, but must not fail this run.
     with contextlib.suppress(OSError):

