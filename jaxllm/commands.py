@@ -103,11 +103,12 @@ def _lack():
     missing = [name for name, module in NEEDED.items() if not importlib.util.find_spec(module)]
     if not missing:
         return None
+    more = f" and {len(missing) - 3} more packages" if len(missing) > 3 else ""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     checkout = os.path.exists(os.path.join(root, "pyproject.toml"))
     what = f"'{root}' (with an NVIDIA GPU '{root}[cuda13]')" if checkout else " ".join(missing)
     return (
-        f"{sys.executable} lacks {', '.join(missing)}; install them:"
+        f"{sys.executable} lacks {', '.join(missing[:3])}{more}; install them:"
         f" {sys.executable} -m pip install {what}"
     )
 

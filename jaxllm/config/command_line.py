@@ -190,9 +190,7 @@ def _no_device() -> str | None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError):
-        return (
-            f"JAX_PLATFORMS={platforms}: JAX finds no such device here; unset it, or set it to cpu"
-        )
+        return f"JAX_PLATFORMS={platforms}: JAX finds no such device; unset it, or set it to cpu"
     return None
 
 
@@ -212,10 +210,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         + ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
-        "--out_dir",
-        type=Path,
-        metavar="DIR",
-        help="the run's directory (default: runs/<config>-<time>)",
+        "--out_dir", type=Path, metavar="DIR", help="the run's folder (default: runs/CONFIG-TIME)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
@@ -274,9 +269,7 @@ def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> Non
         if not re.fullmatch(r".+:\d{1,5}", coordinator):
             raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
     if count is not None and overrides.get("mesh.distributed") == "true":
-        raise InputError(
-            "mesh.distributed=true finds the processes of a cluster; omit it, or --processes"
-        )
+        raise InputError("mesh.distributed=true finds processes itself; omit it, or --processes")
 
 
 def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]:

@@ -63,10 +63,9 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
-    page |= dict(
-        refused=refused, largest=largest, marks=has_marks(tokenizer), sha256=sha.hexdigest()
-    )
-    write_json(folder / PREPARED[0], page | dict(text=text_key(tokenizer), key=key))
+    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
+    page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
+    write_json(folder / PREPARED[0], page)
 
 
 def _rendered(

@@ -195,9 +195,7 @@ class Dataset:
         import grain
 
         if batch_size % world:
-            raise InputError(
-                f"batch_size={batch_size} is not a multiple of the {world} data-parallel ranks"
-            )
+            raise InputError(f"batch_size={batch_size} is not a multiple of the {world} ranks")
         rows = batch_size // world
         part = grain.MapDataset.source(_Rows(samples, start + rank * rows, rows, batch_size))
         batches = part.batch(rows, drop_remainder=True)

@@ -149,9 +149,7 @@ def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """What prepare.json says of this job; that nothing is encoded, if it begins."""
     state, out = read_json(path, optional=True), path.parent
     if state.get("job", job) != job and (state["done"] or state["pieces"]):
-        raise InputError(
-            f"{out} holds shards of other data or options: choose another --out or delete it"
-        )
+        raise InputError(f"{out} holds other data or options: choose another --out or delete it")
     copy = out / "tokenizer.json"
     own_copy = not copy.exists() or copy.samefile(tokenizer.path)
     if not state and (any(out.glob("*.bin")) or not own_copy):

@@ -254,7 +254,7 @@ def test_one_process_at_a_time(data, capsys):
         ({"val_fraction": 1.0}, "--val_fraction=1.0"),
         ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
         ({"source": "stdlib"}, "is not read with source=stdlib"),
-        ({"out": "data/x"}, "/data, whose files are read"),
+        ({"out": "data/x"}, "/data; choose another --out"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(data, capsys, options, message):
