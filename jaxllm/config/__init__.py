@@ -29,25 +29,3 @@ from jaxllm.config.sections import (
     TrainConfig,
 )
 from jaxllm.errors import InputError
-
-__all__ = [
-    "CONFIG_DIR",
-    "FORMATS",
-    "MODEL_CONFIGS",
-    "Config",
-    "DataConfig",
-    "GPT2Config",
-    "InputError",
-    "Llama3Config",
-    "Lora",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "SampleConfig",
-    "TrainConfig",
-    "VLSTMConfig",
-    "evaluated",
-    "load",
-    "plain_message",
-    "round_up",
-]

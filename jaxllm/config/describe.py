@@ -22,7 +22,14 @@ def help_text() -> str:
     heads = {name: field.annotation.__doc__ for name, field in Config.model_fields.items()}
     heads["model"] = "The architecture and its size."
     groups = {name: [f"{name}: {head}"] for name, head in heads.items()}
-    for key, field, models in _meanings():
+    seen = {}  # keys whose type, meaning or default depends on the model have several entries
+    for model_type in MODEL_CONFIGS:
+        for key, field in keys(model_type).items():
+            meaning = (_type_name(field.annotation), field.description, field.default)
+            same = (key,) if key == "model.type" else (key, *meaning)
+            seen.setdefault(same, (field, []))[1].append(model_type)
+    # model.type comes first
+    for (key, *_), (field, models) in sorted(seen.items(), key=lambda x: x[0][0] != "model.type"):
         only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
         default = "" if field.is_required() else f" (default {_shown(field)})"
         kind = _type_name(field.annotation)
@@ -31,21 +38,6 @@ def help_text() -> str:
         meaning = f"{field.description}{only}{default}"
         groups[key.partition(".")[0]].append(_entry(f"--{key} {kind}", meaning))
     return "\n\n".join(map("\n".join, groups.values()))
-
-
-def _meanings() -> list[tuple]:
-    """(key, field, model types) of every entry.
-
-    Keys whose type, meaning or default depends on the model get several entries.
-    """
-    seen = {}
-    for model_type in MODEL_CONFIGS:
-        for key, field in keys(model_type).items():
-            meaning = (_type_name(field.annotation), field.description, field.default)
-            same = (key,) if key == "model.type" else (key, *meaning)
-            seen.setdefault(same, (field, []))[1].append(model_type)
-    found = [(key, field, models) for (key, *_), (field, models) in seen.items()]
-    return sorted(found, key=lambda meaning: meaning[0] != "model.type")  # model.type comes first
 
 
 def _entry(option: str, meaning: str) -> str:

@@ -58,7 +58,7 @@ def _parser() -> Parser:
 
     command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
     _add_source(command)
-    command.add_argument("--vocab_size", required=True, type=int, help="entries, 256 bytes included")
+    command.add_argument("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
     command.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
     )

@@ -167,16 +167,24 @@ def cached_tokens(
     if val_source is not None:
         parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
+    def encoded() -> Iterator[tuple[Part, bool]]:
+        for what, part_source, fraction in parts:
+            with progress_bar(f"encoding the {what} (once)", part_source.size) as done:
+                for batch in encode(part_source.pieces(), tokenizer, special):
+                    yield from ((part, hold_out_rank(part.document) < fraction) for part in batch)
+                    done(batch[-1].done)
+
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
-        writers = {
-            x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
-        }
+        size = tokenizer.vocab_size
+        writers = {name: ShardWriter(folder / f"{name}.bin", size) for name in ("train", "val")}
         try:
-            for what, part, fraction in parts:
-                with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    parts_of = encode(part.pieces(), tokenizer, special)
-                    _write(parts_of, fraction, writers, counts, done)
+            for part, validates in encoded():
+                name = "val" if validates else "train"
+                writers[name].append(part.ids)
+                counts[name] += part.begins
+                counts["names"] += part.names
+                counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
             if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -185,21 +193,3 @@ def cached_tokens(
         write_json(folder / "counts.json", counts)
 
     return build_once(cache / f"tokens-{key[:16]}", build)
-
-
-def _write(
-    batches: Iterator[list[Part]],
-    held_out: float,
-    writers: dict[str, ShardWriter],
-    counts: dict[str, int],
-    done: Callable[[int], None],
-) -> None:
-    """Appends each document to the writer of its split, and counts it there."""
-    for batch in batches:
-        for part in batch:
-            name = "val" if hold_out_rank(part.document) < held_out else "train"
-            writers[name].append(part.ids)
-            counts[name] += part.begins
-            counts["names"] += part.names
-            counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
-        done(batch[-1].done)

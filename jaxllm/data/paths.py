@@ -70,7 +70,12 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         mode = os.stat(root).st_mode
     except (OSError, ValueError) as error:
         if not glob.has_magic(root):
-            raise InputError(f"{key}={path} {_why_missing(root, error)}") from error
+            why = f"cannot be read: {getattr(error, 'strerror', error)}"
+            if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
+                why = "does not exist"
+            if os.path.islink(root):
+                why = f"is a symbolic link to {os.readlink(root)}, which does not exist"
+            raise InputError(f"{key}={path} {why}") from error
         found = _glob(root)
         what = "matches no file"
     else:
@@ -91,14 +96,6 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
 def is_prepared(path: Path) -> bool:
     """Whether a file is the report of `jaxllm data prepare`, not conversations of that name."""
     return path.name == PREPARED[0] and path.with_name(PREPARED[1]).is_file()
-
-
-def _why_missing(path: str, error: OSError | ValueError) -> str:
-    if os.path.islink(path):
-        return f"is a symbolic link to {os.readlink(path)}, which does not exist"
-    if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
-        return "does not exist"
-    return f"cannot be read: {error.strerror}"
 
 
 def _folder(kind: str, root: Path) -> Found:
