@@ -8,11 +8,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.config.describe import INDENT, columns, help_text
-from jaxllm.config.loading import CONFIG_DIR, load
+from jaxllm.config.loading import CONFIG_DIR, flat, load
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
@@ -84,13 +85,6 @@ def _absolute(config: Config) -> Config:
     return config.model_copy(update=updated)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formats help in at most 100 columns, even on wider terminals."""
-
-    def __init__(self, prog: str, **options):
-        super().__init__(prog, max_help_position=INDENT, width=columns(), **options)
-
-
 _NUMBERS = {int: "N", float: "X"}  # what stands for them in --help
 
 
@@ -101,7 +95,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
-        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+        help_ = partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=INDENT, width=columns()
+        )
+        super().__init__(formatter_class=help_, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
         default = options.get("default")
@@ -368,7 +365,7 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> Non
 
     An earlier version may have stored fewer settings.
     """
-    old, new = _flat(stored), _flat(wanted)
+    old, new = flat(stored), flat(wanted)
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
         value, before = new[key], old.get(key, new[key])
@@ -380,13 +377,3 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> Non
                 f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
                 f" keeps it: {fix} (--model.init_from {out_dir}, another --out_dir)"
             )
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for name, value in values.items():
-        flat[prefix + name] = value
-        if isinstance(value, dict):
-            flat[prefix + name] = "a section"
-            flat.update(_flat(value, f"{prefix}{name}."))
-    return flat

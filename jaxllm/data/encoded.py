@@ -206,9 +206,9 @@ class Fitted:
         self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
         self._ranks = encoded.ranks[kept]
 
-    def all(self) -> Packed:
-        """Rows of all conversations."""
-        return self._packed(self._ranks >= 0)
+    def rows(self, *, none: bool = False) -> Packed:
+        """Rows of all conversations, or of none."""
+        return self._packed((self._ranks >= 0) & (not none))
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by the conversations' hashes, for validation: at least one each.
@@ -223,10 +223,6 @@ class Fitted:
             )
         held = self._ranks < min(max(fraction, np.nextafter(least, 1)), most)
         return self._packed(~held), self._packed(held)
-
-    def none(self) -> Packed:
-        """No rows."""
-        return self._packed(self._ranks < 0)
 
     def _packed(self, chosen: np.ndarray) -> Packed:
         return Packed(self._entries, self._spans[chosen], self._seq_len)

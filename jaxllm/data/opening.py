@@ -215,9 +215,9 @@ def _open_chat(asked: _Asked):
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:
-        train, val = fitted[0].none(), fitted[0].all()
+        train, val = fitted[0].rows(none=True), fitted[0].rows()
     elif len(fitted) == 2:
-        train, val = (x.all() for x in fitted)
+        train, val = (x.rows() for x in fitted)
     else:
         train, val = fitted[0].split(VAL_FRACTION)
     what += ", and ".join(x.description for x in fitted)
