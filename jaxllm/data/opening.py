@@ -77,17 +77,16 @@ def open_dataset(
     )
 
 
-def check_paths(config: DataConfig) -> dict[str, Found]:
-    """The files of data.path and data.val_path, where given; fast, so it can run first.
+def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found]:
+    """The files of data.path and data.val_path, where given and read; fast, so it can run first.
 
-    Raises InputError for paths without the configured data.
+    training: as for `open_dataset`.  Raises InputError for paths without the configured data.
     """
-    paths = {"path": config.path, "val_path": config.val_path}
-    found = {
-        key: find_files(config.source, path, key=f"data.{key}")
-        for key, path in paths.items()
-        if path is not None
-    }
+    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
+    found = {}
+    for key in keys:
+        if (path := getattr(config, key)) is not None:
+            found[key] = find_files(config.source, path, key=f"data.{key}")
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise InputError(
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
@@ -97,7 +96,7 @@ def check_paths(config: DataConfig) -> dict[str, Found]:
 
 def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
     """The files to train on, and of data.val_path; if `only_val`, only data.val_path's and none."""
-    found = check_paths(config)
+    found = check_paths(config, training=not only_val)
     if only_val:
         return found["val_path"], Found([])
     path = found.get("path") or find_files(config.source, None)  # stdlib's, or the missing key

@@ -104,7 +104,7 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, overrides).data)
+        check_paths(_configuration(args.checkpoint, overrides).data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx

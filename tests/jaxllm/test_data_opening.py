@@ -186,6 +186,8 @@ def test_without_training_only_the_validation_data_is_read(tmp_path, config, sou
         config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
     data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
     assert (len(data.train), data.val_tokens) == (0, 2)
+    config.path = "/gone"  # as on another machine
+    assert open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False).val_tokens == 2
     assert "encoding the training text" not in capsys.readouterr().err
     write_shard(tmp_path / "a.bin", [1])
     config.source = "shards"
