@@ -329,11 +329,9 @@ def check_writable(folder: Path, name: str = "") -> None:
 
 
 def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face folder") -> None:
-    """Raises InputError if a folder of weights is missing.
+    """Raises InputError if a folder of weights is missing, before JAX is imported, which is slow.
 
     other: what the option `name` takes besides a run's directory.
-
-    Commands call it before they import JAX, which takes seconds.
     """
     if not os.path.exists(folder.expanduser()):
         asked = os.path.relpath(folder)  # a configuration holds absolute paths

@@ -145,10 +145,9 @@ def _section_of(annotation) -> type[Section] | None:
 
 def _one_line(e: ValidationError, path: Path) -> str:
     error = e.errors()[0]
-    # pydantic puts the chosen member of the model union into the location; drop it.
     at = [str(p) for p in error["loc"]]
     if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
-        del at[1]
+        del at[1]  # the member of the union that pydantic chose
     key, message = ".".join(at), plain_message(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing in {path}"

@@ -26,10 +26,7 @@ class Refused(Exception):
 
 
 def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The messages of a record in any of the four forms, and how many are a prompt, without loss.
-
-    Raises InputError for any other form.
-    """
+    """The messages of a record in one of the four forms, and how many are a prompt without loss."""
     given = {name: value for name, value in values.items() if value is not None}
     asked = 0
     if "messages" in given:

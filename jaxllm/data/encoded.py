@@ -95,10 +95,7 @@ def describe_refused(refused: dict[str, list[str]]) -> str:
 
 
 def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> list[str]:
-    """Encodes the conversations of a source into a folder; returns lines about what went in.
-
-    Raises InputError if the folder holds anything else.
-    """
+    """Encodes the conversations of a source into a folder; returns lines about what went in."""
     key = _key(source, tokenizer, loss, cache_folder(None))
     with own(out):
         page = read_json(out / PREPARED[0], optional=True)
@@ -211,10 +208,7 @@ class Fitted:
         return self._packed((self._ranks >= 0) & (not none))
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
-        """Rows for training and, by the conversations' hashes, for validation: at least one each.
-
-        Raises InputError if there are no two different conversations.
-        """
+        """Rows for training and, by conversations' hashes, for validation: at least one each."""
         least, most = self._ranks.min(), self._ranks.max()
         if least == most:
             raise InputError(

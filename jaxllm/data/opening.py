@@ -47,7 +47,12 @@ def open_dataset(
     """
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
-    found, val_found = _find(config, only_val)
+    paths = check_paths(config, training=training)
+    if only_val:
+        found, val_found = paths["val_path"], Found([])
+    else:
+        found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
+        val_found = paths.get("val_path", Found([]))
     asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
     separator = None
     if config.source == "chat":
@@ -92,15 +97,6 @@ def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
         )
     return found
-
-
-def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
-    """The files to train on, and of data.val_path; if `only_val`, only data.val_path's and none."""
-    found = check_paths(config, training=not only_val)
-    if only_val:
-        return found["val_path"], Found([])
-    path = found.get("path") or find_files(config.source, None)  # stdlib's, or the missing key
-    return path, found.get("val_path", Found([]))
 
 
 def _describe(asked: _Asked, trained: int) -> str:

@@ -170,9 +170,7 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 _check_encoding(path, line)
             content = line.strip(_BLANK)
             if number == 1 and content.startswith(b"["):
-                raise InputError(
-                    f"{path} is a JSON array, not an object per line: convert it (jq -c '.[]')"
-                )
+                raise InputError(f"{path} is a JSON array, not an object per line: use jq -c '.[]'")
             if content:
                 where = f"{path}:{number}"
                 yield Record(f"{name}:{number}", where, _object(line, where, columns), file.tell())
