@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import fcntl
 import json
 import os
 import uuid
@@ -10,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import InputError
-
-try:
-    import fcntl
-except ImportError:  # Windows: without locks two processes may repeat work; renames stay atomic
-    fcntl = None
 
 
 @contextlib.contextmanager
@@ -26,16 +22,29 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
-        locked = False
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                locked = True
-            except BlockingIOError:
-                raise
-            except OSError:
-                pass
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        except BlockingIOError:
+            raise
+        except OSError:
+            locked = False
         yield locked
+
+
+@contextlib.contextmanager
+def own(folder: Path) -> Iterator[None]:
+    """Creates a folder, if need be, and lets one process at a time write there.
+
+    Raises InputError if another one does, or if the folder cannot be written.
+    """
+    try:
+        with lock(folder / ".lock", wait=False):
+            yield
+    except BlockingIOError as error:
+        raise InputError(f"another process is writing to {folder}") from error
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error}") from error
 
 
 def read_text(path: Path) -> str:

@@ -8,11 +8,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm import config as configs
-from jaxllm.config.describe import INDENT, columns
+from jaxllm.config.describe import INDENT, columns, help_text
+from jaxllm.config.loading import CONFIG_DIR, flat, load
+from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
 # The settings that a resumed run may change; any other would make it a different run.
@@ -41,7 +43,7 @@ GLOB = "the shell has made several words of a glob: put it in quotes, as in 'tex
 class Arguments(NamedTuple):
     """The parsed command line of `jaxllm train`."""
 
-    config: configs.Config
+    config: Config
     out_dir: Path
     resume: bool
     dry_run: str | None  # "here", or GPUs like 64xH200
@@ -58,7 +60,7 @@ def read(argv: list[str]) -> Arguments:
         return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or _unused(Path("runs") / f"{Path(args.config).stem}-{stamp}")
-    config = _absolute(configs.load(args.config, overrides))
+    config = _absolute(load(args.config, overrides))
     check_free(out_dir)
     if args.out_dir is None and (config.mesh.distributed or args.process is not None):
         raise InputError("several processes need --out_dir: a directory that all of them see")
@@ -71,7 +73,7 @@ def _unused(folder: Path) -> Path:
     return next((name for name in names if not os.path.lexists(name)), folder)
 
 
-def _absolute(config: configs.Config) -> configs.Config:
+def _absolute(config: Config) -> Config:
     """The configuration with absolute paths, which a run stores, so that it is found anywhere."""
     sections = {"data": ("path", "val_path", "tokenizer", "cache_dir"), "model": ("init_from",)}
     updated = {}
@@ -81,13 +83,6 @@ def _absolute(config: configs.Config) -> configs.Config:
         paths = {key: os.path.abspath(Path(path).expanduser()) for key, path in paths.items()}
         updated[name] = section.model_copy(update=paths)
     return config.model_copy(update=updated)
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formats help in at most 100 columns, even on wider terminals."""
-
-    def __init__(self, prog: str, **options):
-        super().__init__(prog, max_help_position=INDENT, width=columns(), **options)
 
 
 _NUMBERS = {int: "N", float: "X"}  # what stands for them in --help
@@ -100,7 +95,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
-        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+        help_ = partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=INDENT, width=columns()
+        )
+        super().__init__(formatter_class=help_, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
         default = options.get("default")
@@ -110,8 +108,8 @@ class Parser(argparse.ArgumentParser):
                 options["help"] += " (default: %(default)s)"
         if (kind := options.get("type")) in _NUMBERS:
             options.setdefault("metavar", _NUMBERS[kind])
-        if kind is Path:  # a shell leaves ~ as it is in quotes and after =
-            options["type"] = lambda text: Path(text).expanduser()
+        if kind is Path:
+            options["type"] = _path
         hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
         # --help lists only these spellings.
@@ -123,6 +121,12 @@ class Parser(argparse.ArgumentParser):
         if not kind and words and all(map(os.path.exists, words.split())):
             message += f"; {GLOB}"
         raise InputError(f"{message}; see --help")
+
+
+def _path(text: str) -> Path:
+    if not text:  # of an unset variable; Path would take it as the current directory
+        raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
+    return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
 _SAID = {  # {part of an error's message: what it means here}
@@ -183,9 +187,7 @@ def _no_device() -> str | None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError):
-        return (
-            f"JAX_PLATFORMS={platforms}: JAX finds no such device here; unset it, or set it to cpu"
-        )
+        return f"JAX_PLATFORMS={platforms}: JAX finds no such device; unset it, or set it to cpu"
     return None
 
 
@@ -196,16 +198,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         "       jaxllm train --resume --out_dir DIR [--section.key VALUE ...]",
         description="Trains a language model.  An option overrides each value of its"
         " configuration.",
-        epilog=configs.help_text(),
+        epilog=help_text(),
     )
     parser.add_argument(
         "--config",
         metavar="NAME_OR_PATH",
         help="a YAML file, - for standard input, or one of "
-        + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
+        + ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
-        "--out_dir", metavar="DIR", help="the run's directory (default: runs/<config>-<time>)"
+        "--out_dir", type=Path, metavar="DIR", help="the run's folder (default: runs/CONFIG-TIME)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
@@ -223,25 +225,6 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         help="estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
         " compile and write nothing",
     )
-    _add_processes(parser)
-    arguments, rest = parser.parse_known_args(argv)
-    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
-    _check_processes(arguments, overrides)
-    if arguments.out_dir == "":
-        raise InputError("--out_dir is empty; name a directory, or omit the option")
-    arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
-    if arguments.config == "-":
-        arguments.config = "/dev/stdin"
-    if arguments.restart and not arguments.resume:
-        raise InputError("--restart needs --resume")
-    if arguments.resume and arguments.out_dir is None:
-        raise InputError("--resume needs --out_dir, the directory of the run to resume")
-    if arguments.config is None and not arguments.resume:
-        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
-    return arguments, overrides
-
-
-def _add_processes(parser: Parser) -> None:
     parser.add_argument("--processes", type=int, help="train in N processes, each with one GPU")
     parser.add_argument(
         "--process",
@@ -254,6 +237,18 @@ def _add_processes(parser: Parser) -> None:
         metavar="HOST:PORT",
         help="with --process: the machine of process 0, and a free port there",
     )
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
+    _check_processes(arguments, overrides)
+    if arguments.config == "-":
+        arguments.config = "/dev/stdin"
+    if arguments.restart and not arguments.resume:
+        raise InputError("--restart needs --resume")
+    if arguments.resume and arguments.out_dir is None:
+        raise InputError("--resume needs --out_dir, the directory of the run to resume")
+    if arguments.config is None and not arguments.resume:
+        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
+    return arguments, overrides
 
 
 def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -271,9 +266,7 @@ def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> Non
         if not re.fullmatch(r".+:\d{1,5}", coordinator):
             raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
     if count is not None and overrides.get("mesh.distributed") == "true":
-        raise InputError(
-            "mesh.distributed=true finds the processes of a cluster; omit it, or --processes"
-        )
+        raise InputError("mesh.distributed=true finds processes itself; omit it, or --processes")
 
 
 def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]:
@@ -336,19 +329,18 @@ def check_writable(folder: Path, name: str = "") -> None:
 
 
 def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face folder") -> None:
-    """Raises InputError if a folder of weights is missing.
+    """Raises InputError if a folder of weights is missing, before JAX is imported, which is slow.
 
     other: what the option `name` takes besides a run's directory.
-
-    Commands call it before they import JAX, which takes seconds.
     """
     if not os.path.exists(folder.expanduser()):
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
-        fix = f"; the Hub's tool fetches one: hf download {folder} --local-dir DIR" if hub else ""
+        asked = os.path.relpath(folder)  # a configuration holds absolute paths
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", asked) and not folder.parent.exists()
+        fix = f"; the Hub's tool fetches one: hf download {asked} --local-dir DIR" if hub else ""
         raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}{fix}")
 
 
-def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     check_writable(args.out_dir, "out_dir ")
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
@@ -360,8 +352,8 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> conf
             f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
             " add --restart to begin again and replace its metrics"
         )
-    stored = _absolute(configs.load(str(stored_path)))
-    wanted = _absolute(configs.load(args.config or str(stored_path), overrides))
+    stored = _absolute(load(str(stored_path)))
+    wanted = _absolute(load(args.config or str(stored_path), overrides))
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
 
@@ -371,7 +363,7 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> Non
 
     An earlier version may have stored fewer settings.
     """
-    old, new = _flat(stored), _flat(wanted)
+    old, new = flat(stored), flat(wanted)
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
         value, before = new[key], old.get(key, new[key])
@@ -383,13 +375,3 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> Non
                 f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
                 f" keeps it: {fix} (--model.init_from {out_dir}, another --out_dir)"
             )
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    flat = {}
-    for name, value in values.items():
-        flat[prefix + name] = value
-        if isinstance(value, dict):
-            flat[prefix + name] = "a section"
-            flat.update(_flat(value, f"{prefix}{name}."))
-    return flat

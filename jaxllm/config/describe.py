@@ -19,8 +19,17 @@ def columns() -> int:
 
 def help_text() -> str:
     """The help of all sections: one group per section, one entry per key."""
-    groups: dict[str, list[str]] = {name: [] for name in Config.model_fields}
-    for key, field, models in _meanings():
+    heads = {name: field.annotation.__doc__ for name, field in Config.model_fields.items()}
+    heads["model"] = "The architecture and its size."
+    groups = {name: [f"{name}: {head}"] for name, head in heads.items()}
+    seen = {}  # keys whose type, meaning or default depends on the model have several entries
+    for model_type in MODEL_CONFIGS:
+        for key, field in keys(model_type).items():
+            meaning = (_type_name(field.annotation), field.description, field.default)
+            same = (key,) if key == "model.type" else (key, *meaning)
+            seen.setdefault(same, (field, []))[1].append(model_type)
+    # model.type comes first
+    for (key, *_), (field, models) in sorted(seen.items(), key=lambda x: x[0][0] != "model.type"):
         only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
         default = "" if field.is_required() else f" (default {_shown(field)})"
         kind = _type_name(field.annotation)
@@ -28,38 +37,15 @@ def help_text() -> str:
             only, default, kind = "", "", "|".join(MODEL_CONFIGS)
         meaning = f"{field.description}{only}{default}"
         groups[key.partition(".")[0]].append(_entry(f"--{key} {kind}", meaning))
-    return "\n\n".join("\n".join([_heading(name), *entries]) for name, entries in groups.items())
-
-
-def _meanings() -> list[tuple]:
-    """(key, field, model types) of every entry.
-
-    Keys whose type, meaning or default depends on the model get several entries.
-    """
-    seen = {}
-    for model_type in MODEL_CONFIGS:
-        for key, field in keys(model_type).items():
-            meaning = (_type_name(field.annotation), field.description, field.default)
-            same = (key,) if key == "model.type" else (key, *meaning)
-            seen.setdefault(same, (field, []))[1].append(model_type)
-    found = [(key, field, models) for (key, *_), (field, models) in seen.items()]
-    return sorted(found, key=lambda meaning: meaning[0] != "model.type")  # model.type comes first
-
-
-def _heading(section: str) -> str:
-    if section == "model":
-        return "model: The architecture and its size."
-    return f"{section}: {Config.model_fields[section].annotation.__doc__}"
+    return "\n\n".join(map("\n".join, groups.values()))
 
 
 def _entry(option: str, meaning: str) -> str:
     indent = " " * INDENT
     text = textwrap.fill(meaning, columns(), initial_indent=indent, subsequent_indent=indent)
-    return (
-        f"  {option}\n{text}"
-        if len(option) > INDENT - 4
-        else f"  {option}".ljust(INDENT) + text[INDENT:]
-    )
+    if len(option) > INDENT - 4:
+        return f"  {option}\n{text}"
+    return f"  {option}".ljust(INDENT) + text[INDENT:]
 
 
 def _shown(field) -> str:

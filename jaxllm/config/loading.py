@@ -45,8 +45,9 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
         raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
     known = keys(kind)
-    for key in _flatten(raw):
-        _check_known(key, known, f" in {path.name}", kind)
+    for key in flat(raw):
+        if key not in Config.model_fields:
+            _check_known(key, known, f" in {path.name}", kind)
     for key, text in (overrides or {}).items():
         _check_known(key, known, "", kind)
         _set(raw, key, _parse(key, text, known[key].annotation))
@@ -104,13 +105,13 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
         raise InputError(f"unknown key {key}{where}{hint}")
 
 
-def _flatten(raw: dict, prefix: str = "") -> list[str]:
-    found = []
-    for name, value in raw.items():
-        if isinstance(value, dict) and value:
-            found += _flatten(value, f"{prefix}{name}.")
-        elif prefix or name not in Config.model_fields or not isinstance(value, dict):
-            found.append(f"{prefix}{name}")
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value} of sections in sections, and of each that it is one."""
+    found = {}
+    for name, value in values.items():
+        found[prefix + name] = "a section" if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
     return found
 
 
@@ -144,10 +145,9 @@ def _section_of(annotation) -> type[Section] | None:
 
 def _one_line(e: ValidationError, path: Path) -> str:
     error = e.errors()[0]
-    # pydantic puts the chosen member of the model union into the location; drop it.
     at = [str(p) for p in error["loc"]]
     if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
-        del at[1]
+        del at[1]  # the member of the union that pydantic chose
     key, message = ".".join(at), plain_message(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing in {path}"

@@ -69,12 +69,8 @@ class Lora(Section):
     """Low-rank adapters beside frozen matrices: y = x W + s x A B (Hu et al. 2021, "LoRA")."""
 
     rank: Width = Field(16, description="columns of A, and rows of B")
-    alpha: Positive = Field(
-        32.0, description="numerator of the scale s = alpha / rank of an adapter's output"
-    )
-    targets: str = Field(
-        "all", description="the matrices that get an adapter, like q_proj,v_proj; all: every one"
-    )
+    alpha: Positive = Field(32.0, description="the scale of an adapter's output: s = alpha / rank")
+    targets: str = Field("all", description="matrices to adapt, like q_proj,v_proj; all: every one")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="probability with which training drops an input of A"
     )
@@ -176,13 +172,9 @@ class Llama3Config(AttentionConfig):
     d_ff: Width = Field(description="feed-forward width")
     d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
     qkv_bias: bool = Field(False, description="biases of the q, k and v projections (Qwen2)")
-    qk_norm: bool = Field(
-        False, description="an RMS norm of every query and key head before RoPE (Qwen3)"
-    )
+    qk_norm: bool = Field(False, description="RMS norm of query and key heads before RoPE (Qwen3)")
     rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(
-        None, description="Llama 3.1's frequency scaling; null: none"
-    )
+    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's scaling; null: none")
     tie_embeddings: bool = Field(False, description="use the token embedding as the head")
     norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
     lora: Lora | None = Field(
@@ -218,11 +210,8 @@ class Llama3Config(AttentionConfig):
         return self
 
     def _check_lora(self, lora: Lora) -> None:
-        C, F, Q, K = (
-            self.d_model,
-            self.d_ff,
-            *(n * self.head_dim for n in (self.n_heads, self.n_kv_heads)),
-        )
+        C, F = self.d_model, self.d_ff
+        Q, K = (n * self.head_dim for n in (self.n_heads, self.n_kv_heads))
         widths = dict(q_proj=(C, Q), k_proj=(C, K), v_proj=(C, K), o_proj=(Q, C))
         widths |= dict(gate_proj=(C, F), up_proj=(C, F), down_proj=(F, C))
         for name in lora.names:
@@ -233,9 +222,7 @@ class Llama3Config(AttentionConfig):
                 )
         for name, (inside, outside) in widths.items():
             if lora.adapts(name) and lora.rank > (width := min(inside, outside)):
-                raise ValueError(
-                    f"lora.rank={lora.rank} exceeds {width}, the smaller width of {name}; lower it"
-                )
+                raise ValueError(f"lora.rank={lora.rank} exceeds {width}, {name}'s smaller width")
 
 
 class VLSTMConfig(_Model):

@@ -98,12 +98,8 @@ class TrainConfig(Section):
     log_every: Count = Field(1, description="steps between log lines")
     eval_every: Natural = Field(100, description="steps between evaluations; 0: only at the end")
     eval_batches: Count = Field(8, description="validation batches per evaluation")
-    checkpoint_every: Natural = Field(
-        200, description="steps between checkpoints; 0: only at the end"
-    )
-    keep_checkpoints: Count = Field(
-        2, description="number of newest checkpoints to keep, besides the best"
-    )
+    checkpoint_every: Natural = Field(200, description="steps between checkpoints; 0: at the end")
+    keep_checkpoints: Count = Field(2, description="newest checkpoints to keep, besides the best")
     skip_spikes: NotNegative = Field(
         0.0,
         description="skip an update whose loss exceeds the mean of the last 100 by this many"
@@ -129,9 +125,7 @@ class TrainConfig(Section):
         " forward (e4m3) and backward (gradients e5m2); all: in the head, too; on GPUs since 8.9"
         " (H100)",
     )
-    deterministic: bool = Field(
-        True, description="use no operation of XLA whose results differ from run to run"
-    )
+    deterministic: bool = Field(True, description="use no XLA operation whose results vary by run")
     autotune: bool = Field(
         True,
         description="on a GPU, choose XLA's matmul kernels by their times, once for a run, which is"
@@ -142,9 +136,7 @@ class TrainConfig(Section):
     def _check(self):
         divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
         if self.verify_every and not self.deterministic:
-            raise ValueError(
-                f"verify_every={self.verify_every} compares bits; it needs deterministic=true"
-            )
+            raise ValueError(f"verify_every={self.verify_every} needs deterministic=true")
         return self
 
 
@@ -154,9 +146,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the blocks' matrices, AdamW for all other parameters"
     )
-    learning_rate: Positive = Field(
-        description="peak learning rate of AdamW, reached after the warm-up"
-    )
+    learning_rate: Positive = Field(description="peak learning rate of AdamW, after the warm-up")
     muon_learning_rate: Positive = Field(
         0.02, description="peak learning rate of Muon, which takes the same schedule"
     )
@@ -167,19 +157,13 @@ class OptimizerConfig(Section):
     warmup_steps: Natural = Field(
         0, description="steps of linear warm-up: (step + 1) / warmup_steps of the peak"
     )
-    final_fraction: Fraction = Field(
-        0.1, description="final learning rate, as a fraction of the peak"
-    )
-    decay_fraction: Fraction = Field(
-        0.2, description="wsd: length of the decay, as a fraction of all steps"
-    )
+    final_fraction: Fraction = Field(0.1, description="final learning rate / the peak")
+    decay_fraction: Fraction = Field(0.2, description="wsd: the decay's fraction of all steps")
     weight_decay: NotNegative = Field(0.1, description="weight decay, on matrices only")
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    clip_norm: NotNegative = Field(
-        1.0, description="limit of the global gradient norm; 0: no clipping"
-    )
+    clip_norm: NotNegative = Field(1.0, description="limit of the global gradient norm; 0: none")
 
 
 class MeshConfig(Section):
@@ -189,9 +173,7 @@ class MeshConfig(Section):
         -1, description="replicas of the model, which divide the batch; -1: all remaining devices"
     )
     fsdp: Count = Field(1, description="devices that divide the batch and shard the parameters")
-    context: Count = Field(
-        1, description="devices that divide each sequence and shard the parameters"
-    )
+    context: Count = Field(1, description="devices that divide each sequence and shard parameters")
     tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
     shard_optimizer: bool = Field(
         False,

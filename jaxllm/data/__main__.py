@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status, holds
 from jaxllm.data.encoded import prepare_chat
-from jaxllm.data.paths import find_files, stdlib_files
+from jaxllm.data.paths import find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -17,9 +17,7 @@ _READ = {"text": "as plain text; --special_tokens tokens makes them tokens", "to
 
 def _parser() -> Parser:
     parser = Parser(prog="jaxllm data", description=__doc__.partition(": ")[2])
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{prepare,train-tokenizer}"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
         "prepare",
@@ -58,13 +56,9 @@ def _parser() -> Parser:
         of_chat={"loss": command.get_default("loss")},
     )
 
-    command = commands.add_parser(
-        "train-tokenizer", help="train a byte-level BPE on all of the text"
-    )
+    command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
     _add_source(command)
-    command.add_argument(
-        "--vocab_size", required=True, type=int, help="number of entries, including the 256 bytes"
-    )
+    command.add_argument("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
     command.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
     )
@@ -75,30 +69,19 @@ def _add_source(command: Parser, *more: str) -> None:
     kinds = ["stdlib", "text", "jsonl", "parquet", *more]
     command.add_argument("--source", required=True, choices=kinds)
     command.add_argument("--path", help="file, folder or quoted glob; stdlib takes none")
-    command.add_argument(
-        "--text_column",
-        default="text",
-        metavar="NAME",
-        help="column of the text in jsonl and parquet",
-    )
+    command.add_argument("--text_column", default="text", metavar="NAME", help="column of the text")
 
 
 def _run(args: Namespace) -> None:
-    stdlib = args.source == "stdlib"
-    if stdlib and args.path is not None:
-        raise InputError(f"--path={args.path} is not read with --source=stdlib; omit one of them")
     if args.command == "prepare":
         for name, value in (args.of_text if args.source == "chat" else args.of_chat).items():
             if getattr(args, name) != value:
                 raise InputError(f"--{name} is not for --source={args.source}; omit it")
     if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
-        raise InputError(
-            f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
-            " --out"
-        )
+        raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
         raise InputError(f"--out={args.out} holds {what}; choose another --out")
-    found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    found = find_files(args.source, args.path, key="--path")
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
     if args.source == "chat":
@@ -114,6 +97,7 @@ def _run(args: Namespace) -> None:
             shard_tokens=args.shard_tokens,
             val_fraction=args.val_fraction,
             special=args.special_tokens,
+            end_token=args.end_token,
         )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
         print(

@@ -109,15 +109,14 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
     """Returns `compute()`, a JSON-like fact about a file, and caches it until the file changes.
 
-    A change means a new size or modification time; reading 100 GB at every start would be too slow.
+    A change means a new size or time; reading 100 GB at every start would be too slow.  `cp -p` and
+    archives set the modification time, so two versions may share it, but not the change time.
     """
     stat = path.stat()
-    key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = cache / "files" / f"{key}.json"
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads(note.read_text())
-    except (OSError, ValueError):
-        pass
     fact = compute()
     # A cache that cannot be written costs time at the next start, but must not fail this run.
     with contextlib.suppress(OSError):

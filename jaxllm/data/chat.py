@@ -26,10 +26,7 @@ class Refused(Exception):
 
 
 def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The messages of a record in any of the four forms, and how many are a prompt, without loss.
-
-    Raises InputError for any other form.
-    """
+    """The messages of a record in one of the four forms, and how many are a prompt without loss."""
     given = {name: value for name, value in values.items() if value is not None}
     asked = 0
     if "messages" in given:
@@ -81,12 +78,15 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
 
 
 def _message(key: str, message: Any) -> dict[str, Any]:
-    if isinstance(message, dict) and message.get("weight", 1) not in (0, 1, None):
-        raise InputError(f"{key}: weight={message['weight']!r:.50} must be 0 or 1")
-    if isinstance(message, dict) and isinstance(message.get("role"), str):
-        return message
-    if not isinstance(message, dict) or not isinstance(message.get("value"), str):
+    known = isinstance(message, dict) and (message.get("role") or message.get("value"))
+    if not isinstance(known, str):
         raise InputError(f"{key} must hold messages with role and content, or with from and value")
+    if message.get("weight", 1) not in (0, 1, None):
+        raise InputError(f"{key}: weight={message['weight']!r:.50} must be 0 or 1")
+    if message.get("role"):
+        if message.get("content") is None and message.get("tool_calls") is None:
+            raise Refused("a message with neither content nor tool_calls")
+        return message
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
     said = {"role": _ROLES[message["from"]], "content": message["value"]}

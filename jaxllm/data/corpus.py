@@ -1,6 +1,6 @@
 """Encodes a source into token ids, cached as two llm.c shards (train.bin, val.bin)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.data.cache import build_once, digest
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.sources import Piece, Source, is_held_out
+from jaxllm.data.sources import Piece, Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
 from jaxllm.terminal import progress_bar
@@ -42,16 +42,22 @@ def encode(
     special: what the names of special tokens in a text are: "tokens" or "text".
     skip: pieces that are encoded already.
     """
-    batch: list[_Joined] = []
-    characters = 0
-    for entry in _joined(pieces, tokenizer, special == "tokens", skip):
-        batch.append(entry)
-        characters += len(entry.text)
-        if characters >= _BATCH:
-            yield _encoded(batch, tokenizer, special == "tokens")
-            batch, characters = [], 0
-    if batch:
+    joined = _joined(pieces, tokenizer, special == "tokens", skip)
+    for batch in batched(joined, lambda entry: len(entry.text)):
         yield _encoded(batch, tokenizer, special == "tokens")
+
+
+def batched[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields lists of items that are long enough to keep all cores busy as they are encoded."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += characters(item)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 class _Joined(NamedTuple):
@@ -121,13 +127,13 @@ def cached_tokenizer(
     def texts() -> Iterator[str]:
         characters = 0
         names = (piece.document for piece in source.pieces())
-        all_held_out = all(is_held_out(name, held_out) for name in names)  # stops at the first
+        all_held_out = all(hold_out_rank(name) < held_out for name in names)  # stops at the first
         with progress_bar(
             f"training a tokenizer of {vocab_size} entries (once)",
             min(source.size, _TOKENIZER_TEXT),
         ) as done:
             for piece in source.pieces():
-                if all_held_out or not is_held_out(piece.document, held_out):
+                if all_held_out or hold_out_rank(piece.document) >= held_out:
                     characters += len(piece.text)
                     yield piece.text
                 done(piece.done)
@@ -161,16 +167,24 @@ def cached_tokens(
     if val_source is not None:
         parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
+    def encoded() -> Iterator[tuple[Part, bool]]:
+        for what, part_source, fraction in parts:
+            with progress_bar(f"encoding the {what} (once)", part_source.size) as done:
+                for batch in encode(part_source.pieces(), tokenizer, special):
+                    yield from ((part, hold_out_rank(part.document) < fraction) for part in batch)
+                    done(batch[-1].done)
+
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
-        writers = {
-            x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
-        }
+        size = tokenizer.vocab_size
+        writers = {name: ShardWriter(folder / f"{name}.bin", size) for name in ("train", "val")}
         try:
-            for what, part, fraction in parts:
-                with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    parts_of = encode(part.pieces(), tokenizer, special)
-                    _write(parts_of, fraction, writers, counts, done)
+            for part, validates in encoded():
+                name = "val" if validates else "train"
+                writers[name].append(part.ids)
+                counts[name] += part.begins
+                counts["names"] += part.names
+                counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
             if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -179,21 +193,3 @@ def cached_tokens(
         write_json(folder / "counts.json", counts)
 
     return build_once(cache / f"tokens-{key[:16]}", build)
-
-
-def _write(
-    batches: Iterator[list[Part]],
-    held_out: float,
-    writers: dict[str, ShardWriter],
-    counts: dict[str, int],
-    done: Callable[[int], None],
-) -> None:
-    """Appends each document to the writer of its split, and counts it there."""
-    for batch in batches:
-        for part in batch:
-            name = "val" if is_held_out(part.document, held_out) else "train"
-            writers[name].append(part.ids)
-            counts[name] += part.begins
-            counts["names"] += part.names
-            counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
-        done(batch[-1].done)

@@ -8,6 +8,7 @@ which some are held out for validation, and chat.json, which reports what went i
 
 import hashlib
 import json
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +17,18 @@ import numpy as np
 
 from jaxllm.data.cache import build_once, cache_folder, digest
 from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
-from jaxllm.data.corpus import progress_bar
+from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
-from jaxllm.data.paths import PREPARED
+from jaxllm.data.paths import PREPARED, is_prepared
 from jaxllm.data.shards import ShardWriter, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_rank
 from jaxllm.errors import InputError
-from jaxllm.files import lock, read_json, write_json
+from jaxllm.files import own, read_json, write_json
+from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
-VERSION = 2  # increment it when the same conversations and tokenizer would give other tokens
-_BATCH = 1 << 22  # characters encoded at a time
+VERSION = 3  # increment it when the same conversations and tokenizer would give other tokens
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
 
@@ -39,9 +40,10 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     refused: dict[str, list[str]] = defaultdict(list)
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
-    writer = ShardWriter(folder / "conversations.chat", 2 * tokenizer.vocab_size)
+    writer = ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)
     try:
-        for batch in _rendered(source, tokenizer, loss, refused):
+        each = _rendered(source, tokenizer, loss, refused)
+        for batch in batched(each, lambda entry: len(entry[1][0])):
             pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
             for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
                 if not mask[1:].any():  # nothing predicts the first token
@@ -61,33 +63,24 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
-    page |= dict(
-        refused=refused, largest=largest, marks=has_marks(tokenizer), sha256=sha.hexdigest()
-    )
-    write_json(folder / PREPARED, page | dict(text=text_key(tokenizer), key=key))
+    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
+    page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
+    write_json(folder / PREPARED[0], page)
 
 
 def _rendered(
     source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
-) -> Iterator[list[tuple[Record, tuple[str, list]]]]:
-    """Yields batches of records with what `render` makes of them; collects the refused ones."""
-    batch, characters = [], 0
+) -> Iterator[tuple[Record, tuple[str, list]]]:
+    """Yields records with what `render` makes of them; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
         for record in source.records(COLUMNS):
             try:
-                batch.append((record, render(tokenizer, record.values, loss)))
+                yield record, render(tokenizer, record.values, loss)
             except Refused as error:
                 refused[str(error)].append(record.document)
-                continue
             except InputError as error:
                 raise InputError(f"{record.where}: {error}") from error
-            characters += len(batch[-1][1][0])
-            if characters >= _BATCH:
-                yield batch
-                batch, characters = [], 0
             done(record.done)
-    if batch:
-        yield batch
 
 
 def describe_refused(refused: dict[str, list[str]]) -> str:
@@ -102,31 +95,23 @@ def describe_refused(refused: dict[str, list[str]]) -> str:
 
 
 def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> list[str]:
-    """Encodes the conversations of a source into a folder; returns lines about what went in.
-
-    Raises InputError if the folder holds anything else.
-    """
+    """Encodes the conversations of a source into a folder; returns lines about what went in."""
     key = _key(source, tokenizer, loss, cache_folder(None))
-    try:
-        with lock(out / ".lock", wait=False):
-            page = read_json(out / PREPARED, optional=True)
-            if page.get("key", key) != key or any(out.glob("*.bin")):
-                raise InputError(f"{out} holds other data: choose another --out or delete it")
-            if not page:
-                tokenizer.copy_to(out)
-                encode(source, tokenizer, loss, out, key)
-    except BlockingIOError as error:
-        raise InputError(f"another process is writing to {out}") from error
-    except OSError as error:
-        raise InputError(f"cannot write to {out}: {error}") from error
+    with own(out):
+        page = read_json(out / PREPARED[0], optional=True)
+        if page.get("key", key) != key or any(out.glob("*.bin")):
+            raise InputError(f"{out} holds other data: choose another --out or delete it")
+        if not page:
+            tokenizer.copy_to(out)
+            encode(source, tokenizer, loss, out, key)
     found = Encoded(out, tokenizer, loss)
     return [f"{out}: {found.describe()}", found.describe_lengths()]
 
 
 def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> "Encoded":
     """The conversations of a source, as prepared or, encoded once, from the cache."""
-    (name, path), *_ = source.files
-    if name == PREPARED:
+    (_, path), *_ = source.files
+    if is_prepared(path):
         return Encoded(path.parent, tokenizer, loss)
     key = _key(source, tokenizer, loss, cache)
     build = lambda folder: encode(source, tokenizer, loss, folder, key)
@@ -143,11 +128,12 @@ class Encoded:
     def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str):
         key = text_key(tokenizer)
         try:
-            self.page = json.loads((folder / PREPARED).read_text())
-            index = np.load(folder / "index.npz")
-            self.lengths, self.ranks = index["lengths"], index["ranks"]
+            self.page = json.loads((folder / PREPARED[0]).read_text())
+            with open(folder / "index.npz", "rb") as file:
+                index = np.load(file)
+                self.lengths, self.ranks = index["lengths"], index["ranks"]
             made = (self.page["text"], self.page["loss"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{folder} is damaged ({error}); delete it") from error
         if made[0] != key:
             raise InputError(
@@ -156,7 +142,7 @@ class Encoded:
             )
         if made[1] != loss:
             raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
-        self.entries = Tokens([open_shard(folder / "conversations.chat")[0]])
+        self.entries = Tokens([open_shard(folder / PREPARED[1])[0]])
         if len(self.entries) != self.lengths.sum():
             raise InputError(f"{folder} is damaged: its files differ in length; delete it")
 
@@ -217,15 +203,12 @@ class Fitted:
         self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
         self._ranks = encoded.ranks[kept]
 
-    def all(self) -> Packed:
-        """Rows of all conversations."""
-        return self._packed(self._ranks >= 0)
+    def rows(self, *, none: bool = False) -> Packed:
+        """Rows of all conversations, or of none."""
+        return self._packed((self._ranks >= 0) & (not none))
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
-        """Rows for training and, by the conversations' hashes, for validation: at least one each.
-
-        Raises InputError if there are no two different conversations.
-        """
+        """Rows for training and, by conversations' hashes, for validation: at least one each."""
         least, most = self._ranks.min(), self._ranks.max()
         if least == most:
             raise InputError(
@@ -234,10 +217,6 @@ class Fitted:
             )
         held = self._ranks < min(max(fraction, np.nextafter(least, 1)), most)
         return self._packed(~held), self._packed(held)
-
-    def none(self) -> Packed:
-        """No rows."""
-        return self._packed(self._ranks < 0)
 
     def _packed(self, chosen: np.ndarray) -> Packed:
         return Packed(self._entries, self._spans[chosen], self._seq_len)

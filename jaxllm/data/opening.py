@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,10 +10,11 @@ from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import PREPARED, Found, find_files, stdlib_files
+from jaxllm.data.paths import Found, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.files import read_json
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need it, and it is slow to import
@@ -48,14 +47,19 @@ def open_dataset(
     """
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
-    found, val_found = _find(config, only_val)
+    paths = check_paths(config, training=training)
+    if only_val:
+        found, val_found = paths["val_path"], Found([])
+    else:
+        found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
+        val_found = paths.get("val_path", Found([]))
     asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
     separator = None
     if config.source == "chat":
-        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(asked)
+        train, val, tokenizer, size, fingerprint, what = _open_chat(asked)
     else:
         opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(asked)
+        train, val, tokenizer, size, fingerprint, what = opened(asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -64,9 +68,9 @@ def open_dataset(
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
-        description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
+        description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
-        vocab_size=data_vocab_size,
+        vocab_size=size,
         tokenizer=tokenizer,
         separator=separator,
         train=train,
@@ -78,20 +82,15 @@ def open_dataset(
     )
 
 
-def check_paths(config: DataConfig) -> dict[str, Found]:
-    """The files of data.path and data.val_path, where given; fast, so it can run first.
+def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found]:
+    """The files of data.path and data.val_path, where given and read; fast, so it can run first.
 
-    Raises InputError for paths without the configured data.
+    training: as for `open_dataset`.  Raises InputError for paths without the configured data.
     """
+    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
     found = {}
-    for key in ("path", "val_path"):
-        path = getattr(config, key)
-        if path is not None and config.source == "stdlib":
-            raise InputError(
-                f"data.{key}={path} is not read with data.source=stdlib: set data.source to text, "
-                "jsonl, parquet or shards"
-            )
-        if path is not None:
+    for key in keys:
+        if (path := getattr(config, key)) is not None:
             found[key] = find_files(config.source, path, key=f"data.{key}")
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise InputError(
@@ -100,19 +99,14 @@ def check_paths(config: DataConfig) -> dict[str, Found]:
     return found
 
 
-def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
-    """The files to train on, and of data.val_path; if `only_val`, only data.val_path's and none."""
-    found = check_paths(config)
-    if config.source == "stdlib":
-        return stdlib_files(), Found([])
-    if only_val:
-        return found["val_path"], Found([])
-    path = found.get("path") or find_files(config.source, None)  # which names the missing key
-    return path, found.get("val_path", Found([]))
-
-
-def _describe(found: Found, val_found: Found, trained: int) -> str:
-    """For people: the files of data.path and of data.val_path."""
+def _describe(asked: _Asked, trained: int) -> str:
+    """For people: the files of data.path and of data.val_path; raises InputError if none trains."""
+    config, found, val_found, *_ = asked
+    if not trained:
+        raise InputError(
+            f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose"
+            " files are not trained on; name other data, or omit data.val_path to hold out a part"
+        )
     text = found.describe()
     if trained < len(found.files):
         text += f" ({len(found.files) - trained:,} also in data.val_path, so not trained on)"
@@ -121,25 +115,17 @@ def _describe(found: Found, val_found: Found, trained: int) -> str:
     return text
 
 
-def _nothing_left(config: DataConfig) -> InputError:
-    return InputError(
-        f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose files"
-        " are not trained on; name other data, or omit data.val_path to hold out a part"
-    )
-
-
 def _open_text(asked: _Asked):
     config, found, val_found, cache, vocab_size, only_val, _ = asked
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
-        raise InputError(f"data.{'val_' * only_val}path={config.path} is empty")
+        key, path = ("val_path", config.val_path) if only_val else ("path", config.path)
+        raise InputError(f"data.{key}={path} is empty")
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
         source = source.without(val_source, cache)
-        if not source.files:
-            raise _nothing_left(config)
-    what = _describe(found, val_found, len(source.files))
+    what = _describe(asked, len(source.files))
 
     content = source.digest(cache)
     if config.tokenizer is None:
@@ -147,21 +133,20 @@ def _open_text(asked: _Asked):
     else:
         path = config.tokenizer
     tokenizer = Tokenizer(path, end_token=config.end_token)
-    _check(tokenizer, vocab_size)
+    _vocabulary(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
     special = config.special_tokens
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
     folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
-    counts = json.loads((folder / "counts.json").read_text())
-    _check(tokenizer, vocab_size, [counts["largest"]])
+    counts = read_json(folder / "counts.json")
+    size = _vocabulary(tokenizer, vocab_size, counts["largest"])
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {what}"
     if counts["names"]:
         read = "tokens" if special == "tokens" else "plain text"
         what += f", {counts['names']:,} names of special tokens read as {read}"
-    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
@@ -172,15 +157,16 @@ def _open_shards(asked: _Asked):
         files, val_files = val_files, files
     elif not val_files:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
         val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
-        if len(val_files) < len(files):
-            files = [file for file in files if file not in val_files]
-        else:  # the path names only validation shards
+        if len(val_files) == len(files):  # the path names only validation shards
             val_files = []
+        files = [file for file in files if file not in val_files]
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
-        job = folder / "prepare.json"
-        if job.exists() and not json.loads(job.read_text())["done"]:
+        page = read_json(folder / "prepare.json", optional=True)
+        if not page.get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
+        if (end := page.get("end_token")) not in (None, config.end_token):
+            raise InputError(f"{folder} was prepared with --end_token {end}: set data.end_token")
 
     paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
     if config.tokenizer is not None:
@@ -189,22 +175,18 @@ def _open_shards(asked: _Asked):
     tokenizer = tokenizers[0] if tokenizers else None
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
-    _check(tokenizer, vocab_size)
-
     if tokenizer is not None:
-        data_vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+        size = _vocabulary(tokenizer, vocab_size)
     else:
-        data_vocab_size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
-    content = {path: check_shard(path, cache, data_vocab_size) for _, path in files + val_files}
+        size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
+    content = {path: check_shard(path, cache, size) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
-    if not files and not only_val:
-        raise _nothing_left(config)
     digests = [[content[path] for _, path in files], val_digests]
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
     trained = len(files) if val_found.files else len(found.files)
-    what = f"shards: {_describe(found, val_found, trained)}"
-    return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
+    what = f"shards: {_describe(asked, trained)}"
+    return train, val, tokenizer, size, digest("shards", digests), what
 
 
 def _open_chat(asked: _Asked):
@@ -212,9 +194,8 @@ def _open_chat(asked: _Asked):
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
     if val_found.files:
         sources[0] = sources[0].without(sources[1], cache)
-        if not sources[0].files:
-            raise _nothing_left(config)
-    prepared = [path.parent for x in sources for name, path in x.files if name == PREPARED]
+    what = f"chat: {_describe(asked, len(sources[0].files))}: "
+    prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
     where = config.tokenizer or next(iter(prepared), None)
     if where is None:
         raise InputError(
@@ -222,34 +203,32 @@ def _open_chat(asked: _Asked):
             " data.tokenizer to a folder with both"
         )
     tokenizer = Tokenizer(where, end_token=config.end_token)
-    _check(tokenizer, vocab_size)
+    _vocabulary(tokenizer, vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
-    _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
+    size = _vocabulary(tokenizer, vocab_size, max(x.page["largest"] for x in opened))
     fitted = []  # the last is what validates, and is left out of the first
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:
-        train, val = fitted[0].none(), fitted[0].all()
+        train, val = fitted[0].rows(none=True), fitted[0].rows()
     elif len(fitted) == 2:
-        train, val = (x.all() for x in fitted)
+        train, val = (x.rows() for x in fitted)
     else:
         train, val = fitted[0].split(VAL_FRACTION)
-    what = f"chat: {_describe(found, val_found, len(sources[0].files))}: "
     what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
         what += f"; {name}: {part.describe()}" if len(part) else ""
-    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
     return train, val, tokenizer, size, fingerprint, what
 
 
-def _check(
-    tokenizer: Tokenizer | None, vocab_size: int | None, ids: Sequence[int] | None = None
-) -> None:
-    """Raises InputError if the tokenizer, or a token of the data, is not the model's."""
-    if tokenizer is not None and vocab_size is not None:
-        tokenizer.check(vocab_size, ids)
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None, largest: int = 0) -> int:
+    """The bound of the ids; raises InputError if tokenizer or largest id are not the model's."""
+    if vocab_size is None:
+        return tokenizer.vocab_size
+    tokenizer.check(vocab_size, [largest])
+    return min(tokenizer.vocab_size, vocab_size)
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:

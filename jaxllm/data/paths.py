@@ -8,10 +8,12 @@ import stat
 import sysconfig
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.filesize import decimal
 
 from jaxllm.errors import InputError
 
@@ -23,7 +25,7 @@ _SUFFIXES = {
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
-PREPARED = "chat.json"  # is in a folder of conversations that `jaxllm data prepare` made
+PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
 # packages, and build outputs, which differ from machine to machine.
@@ -54,8 +56,13 @@ class Found(NamedTuple):
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     """Returns the files under a file, folder or glob, each once, however many names it has.
 
-    key: the option that holds `path`, for errors. Raises InputError if no file is found.
+    key: the option that holds `path`, for errors. Raises InputError if no file is found, and for
+    a path beside the kind "stdlib", which has its own.
     """
+    if kind == "stdlib":
+        if path is not None:
+            raise InputError(f"{key}={path} is not read with source=stdlib: choose another")
+        return _stdlib()
     if not path:
         raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
     root = os.path.expanduser(path)
@@ -63,7 +70,12 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         mode = os.stat(root).st_mode
     except (OSError, ValueError) as error:
         if not glob.has_magic(root):
-            raise InputError(f"{key}={path} {_why_missing(root, error)}") from error
+            why = f"cannot be read: {getattr(error, 'strerror', error)}"
+            if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
+                why = "does not exist"
+            if os.path.islink(root):
+                why = f"is a symbolic link to {os.readlink(root)}, which does not exist"
+            raise InputError(f"{key}={path} {why}") from error
         found = _glob(root)
         what = "matches no file"
     else:
@@ -71,8 +83,8 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
             return Found([(os.path.basename(root), Path(root))])
         if not stat.S_ISDIR(mode):
             raise InputError(f"{key}={path} is neither a file nor a folder")
-        if kind == "chat" and (prepared := Path(root, PREPARED)).is_file():
-            return Found([(PREPARED, prepared)])
+        if kind == "chat" and is_prepared(page := Path(root, PREPARED[0])):
+            return Found([(page.name, page)])
         found = _folder(kind, Path(root))
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
         what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
@@ -81,12 +93,9 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     return found
 
 
-def _why_missing(path: str, error: OSError | ValueError) -> str:
-    if os.path.islink(path):
-        return f"is a symbolic link to {os.readlink(path)}, which does not exist"
-    if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
-        return "does not exist"
-    return f"cannot be read: {error.strerror}"
+def is_prepared(path: Path) -> bool:
+    """Whether a file is the report of `jaxllm data prepare`, not conversations of that name."""
+    return path.name == PREPARED[0] and path.with_name(PREPARED[1]).is_file()
 
 
 def _folder(kind: str, root: Path) -> Found:
@@ -155,34 +164,21 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 def _left_out(reasons: dict[Path, str], root: Path) -> str:
     groups = defaultdict(list)
     for path, reason in sorted(reasons.items()):
-        groups[reason].append(path)
+        groups[reason].append(os.path.relpath(path, root))
     if not groups:
         return ""
     parts = []
-    for reason, paths in sorted(groups.items(), key=lambda group: -len(group[1])):
-        names = [os.path.relpath(path, root) for path in paths]
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         more = ", ..." if len(names) > 1 else ""
-        parts.append(f"{len(paths):,} {reason} ({names[0]}{more})")
+        parts.append(f"{len(names):,} {reason} ({names[0]}{more})")
     if len(parts) > 5:
         parts[5:] = [f"{len(parts) - 5} more kinds"]
-    return f"; left out {len(reasons):,} files ({_bytes(reasons)}): {', '.join(parts)}"
+    size = decimal(sum(os.path.getsize(path) for path in reasons if os.path.exists(path)))
+    return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}"
 
 
-def _bytes(paths: Iterable[Path]) -> str:
-    """The size of files together, as people write it."""
-    size = 0.0
-    for path in paths:
-        with contextlib.suppress(OSError):
-            size += path.stat().st_size
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
-
-
-def stdlib_files() -> Found:
-    """Returns the standard library's modules, without its tests."""
+def _stdlib() -> Found:
+    """The standard library's modules, without its tests."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, folders, names in os.walk(root):

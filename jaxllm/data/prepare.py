@@ -7,7 +7,6 @@ complete.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
 from itertools import islice
@@ -19,9 +18,9 @@ import numpy as np
 from jaxllm.data.cache import digest
 from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
-from jaxllm.data.sources import Source, hold_out_rank, is_held_out
+from jaxllm.data.sources import Source, hold_out_rank
 from jaxllm.errors import InputError
-from jaxllm.files import lock, write_json
+from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
@@ -98,6 +97,7 @@ def prepare(
     shard_tokens: int,
     val_fraction: float,
     special: str = "text",
+    end_token: str | None = None,
 ) -> dict[str, int]:
     """Encodes all documents into shards of `shard_tokens`.
 
@@ -105,78 +105,22 @@ def prepare(
     are plain text or, with special="tokens", these tokens.
     The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
     at least one document unless there is only one.
+    end_token: what `tokenizer` was opened with; training must name it, too.
     Raises InputError if `out` holds anything but this same job, incomplete or done.
     """
     if not 0 < shard_tokens <= MAX_TOKENS:
         raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
     if not 0 <= val_fraction < 1:
         raise InputError(f"--val_fraction={val_fraction} is not in [0, 1)")
-    try:
-        with lock(out / ".lock", wait=False):
-            return _prepare(source, tokenizer, out, shard_tokens, val_fraction, special)
-    except BlockingIOError as error:
-        raise InputError(f"another process is writing to {out}") from error
-    except OSError as error:
-        raise InputError(f"cannot write to {out}: {error}") from error
-
-
-def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
-    """Returns whether a document, by its name, is for validation.
-
-    The hash of the name decides, unless it would put all of a few documents on one side.
-    """
-    names, kinds = [], set()
-    pieces = source.pieces() if fraction else iter(())
-    for name in islice((piece.document for piece in pieces if piece.begins), _MANY):
-        names.append(name)
-        kinds.add(is_held_out(name, fraction))
-        if len(kinds) == 2:
-            break
-    if len(kinds) != 1 or len(names) == _MANY:
-        return lambda name: is_held_out(name, fraction)
-    if len(names) == 1:
-        return lambda name: False
-    everything = kinds == {True}
-    chosen = (max if everything else min)(names, key=hold_out_rank)
-    return lambda name: (name == chosen) != everything
-
-
-def _prepare(
-    source: Source,
-    tokenizer: Tokenizer,
-    out: Path,
-    shard_tokens: int,
-    val_fraction: float,
-    special: str,
-) -> dict[str, int]:
     files = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files]
     options = (shard_tokens, val_fraction, special, tokenizer.begin, tokenizer.finish)
     job = digest(VERSION, source.kind, source.text_column, files, tokenizer.digest, *options)
     path = out / "prepare.json"
-    fresh: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "names": 0}
-    fresh |= {"train": [0, 0], "val": [0, 0]}
-    state = fresh
-    if path.exists():
-        state = json.loads(path.read_text())
-        if state["job"] != job:
-            if state["done"] or state["pieces"]:
-                raise InputError(
-                    f"{out} holds shards of other data or options: choose another --out or delete"
-                    " it"
-                )
-            state = fresh  # that job failed on bad input before it encoded anything
+    with own(out), contextlib.ExitStack() as stack:
+        state = _begun(path, job, tokenizer)
         if state["done"]:
             return state["tokens"]
-    else:
-        copy = out / "tokenizer.json"
-        if any(out.glob("*.bin")) or (copy.exists() and not copy.samefile(tokenizer.path)):
-            raise InputError(
-                f"{out} holds shards or a tokenizer of other origin: choose another --out"
-            )
-        write_json(path, state)  # from now on this job owns everything in the folder
-    tokenizer.copy_to(out)
-
-    with contextlib.ExitStack() as stack:
+        tokenizer.copy_to(out)
         splits = {}
         for name in ("train", "val"):
             splits[name] = _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
@@ -196,6 +140,43 @@ def _prepare(
             raise InputError("the data is empty: no document in it has any text")
         for split in splits.values():
             split.finish()
-    tokens["names"] = state["names"]
-    write_json(path, {"job": job, "done": True, "tokens": tokens})
-    return tokens
+        tokens["names"] = state["names"]
+        write_json(path, {"job": job, "done": True, "tokens": tokens, "end_token": end_token})
+        return tokens
+
+
+def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What prepare.json says of this job; that nothing is encoded, if it begins."""
+    state, out = read_json(path, optional=True), path.parent
+    if state.get("job", job) != job and (state["done"] or state["pieces"]):
+        raise InputError(f"{out} holds other data or options: choose another --out or delete it")
+    copy = out / "tokenizer.json"
+    own_copy = not copy.exists() or copy.samefile(tokenizer.path)
+    if not state and (any(out.glob("*.bin")) or not own_copy):
+        raise InputError(f"{out} holds shards or a tokenizer of other origin: choose another --out")
+    if state.get("job") != job:  # another job failed on bad input before it encoded anything
+        state = {"job": job, "done": False, "pieces": 0, "names": 0}
+        state |= {"train": [0, 0], "val": [0, 0]}
+        write_json(path, state)  # from now on this job owns everything in the folder
+    return state
+
+
+def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
+    """Returns whether a document, by its name, is for validation.
+
+    The hash of the name decides, unless it would put all of a few documents on one side.
+    """
+    names, kinds = [], set()
+    pieces = source.pieces() if fraction else iter(())
+    for name in islice((piece.document for piece in pieces if piece.begins), _MANY):
+        names.append(name)
+        kinds.add(hold_out_rank(name) < fraction)
+        if len(kinds) == 2:
+            break
+    if len(kinds) != 1 or len(names) == _MANY:
+        return lambda name: hold_out_rank(name) < fraction
+    if len(names) == 1:
+        return lambda name: False
+    everything = kinds == {True}
+    chosen = (max if everything else min)(names, key=hold_out_rank)
+    return lambda name: (name == chosen) != everything

@@ -66,29 +66,25 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
 def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
     """Returns the SHA-256 of a shard's tokens; reads them once and caches the result.
 
-    Raises InputError with the position of the first token that is not below `vocab_size`.
+    Raises InputError with the position of the largest token if it is not below `vocab_size`.
     """
 
     def scan() -> dict:
         tokens, _ = open_shard(path)
-        sha, largest = hashlib.sha256(), -1
+        sha, largest, position = hashlib.sha256(), -1, 0
         for start in range(0, len(tokens), _CHUNK):
             chunk = np.asarray(tokens[start : start + _CHUNK])
             sha.update(chunk)
-            largest = max(largest, int(chunk.max()))
-        return {"sha256": sha.hexdigest(), "largest": largest}
+            if chunk.max() > largest:
+                largest, position = int(chunk.max()), start + int(chunk.argmax())
+        return {"sha256": sha.hexdigest(), "largest": largest, "position": position}
 
     fact = cached(cache, path, "shard", scan)
     if fact["largest"] >= vocab_size:
-        tokens, _ = open_shard(path)
-        for start in range(0, len(tokens), _CHUNK):
-            bad = np.flatnonzero(tokens[start : start + _CHUNK] >= vocab_size)
-            if len(bad):
-                position = start + int(bad[0])
-                raise InputError(
-                    f"{path}: token {int(tokens[position])} at position {position} is outside "
-                    f"the vocabulary of {vocab_size}"
-                )
+        raise InputError(
+            f"{path}: token {fact['largest']} at position {fact['position']} is outside the"
+            f" vocabulary of {vocab_size}"
+        )
     return fact["sha256"]
 
 

@@ -75,29 +75,31 @@ class Source:
         Drops the byte order mark that may begin a document.
         Raises InputError with the file and the position for data that cannot be read.
         """
-        read = {"jsonl": self._json_lines, "parquet": self._parquet}.get(self.kind, self._text)
-        before = 0
-        for name, path in self.files:
-            for piece in read(name, path):
-                if piece.begins and piece.text.startswith(_MARK):
-                    piece = piece._replace(text=piece.text[1:])
-                if piece.text:
-                    yield piece._replace(done=before + piece.done)
-            before += path.stat().st_size
+        for piece in self._each(self._rows if self.kind in ("jsonl", "parquet") else self._text):
+            if piece.begins and piece.text.startswith(_MARK):
+                piece = piece._replace(text=piece.text[1:])
+            if piece.text:
+                yield piece
 
     def records(self, columns: Collection[str]) -> Iterator[Record]:
         """Yields the objects and rows of JSON lines and parquet files, by their content.
 
-        columns: the names to read in parquet, of which a file must have one.
+        columns: names that no object may have twice, and what is read of parquet.
         """
+        return self._each(partial(self._records, columns))
+
+    def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
+        """What `read` yields for each file, `done` with the size of the files before it."""
         before = 0
         for name, path in self.files:
-            with open_bytes(path) as (_, file):
-                parquet = file.peek(4)[:4] == b"PAR1"
-            choose = partial(_known_columns, path, columns)
-            for record in _rows(name, path, choose) if parquet else _lines(name, path, None):
-                yield record._replace(done=before + record.done)
+            for part in read(name, path):
+                yield part._replace(done=before + part.done)
             before += path.stat().st_size
+
+    def _records(self, columns: Collection[str], name: str, path: Path) -> Iterator[Record]:
+        with open_bytes(path) as (_, file):
+            parquet = self.kind == "chat" and file.peek(4)[:4] == b"PAR1"
+        return (_rows if parquet or self.kind == "parquet" else _lines)(name, path, columns)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
@@ -129,15 +131,19 @@ class Source:
                 if not block:
                     return
 
-    def _json_lines(self, name: str, path: Path) -> Iterator[Piece]:
-        for record in _lines(name, path, self.text_column):
+    def _rows(self, name: str, path: Path) -> Iterator[Piece]:
+        for record in self._records([self.text_column], name, path):
             if text := self._text_of(record):
                 yield Piece(record.document, text, True, record.done)
 
     def _text_of(self, record: Record) -> str | None:
-        """Returns the text of a line of JSON, or None if it has none, as in parquet."""
         column, value = self.text_column, record.values
         text = value.get(column, 0)
+        if isinstance(text, bytes):  # of parquet
+            try:
+                text = text.decode()
+            except UnicodeDecodeError as error:
+                raise InputError(f"{record.where} is not UTF-8 text: {error}") from error
         if text is None:
             return None
         if not isinstance(text, str):
@@ -152,46 +158,11 @@ class Source:
         # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
         return text.encode("utf-8", "replace").decode("utf-8")
 
-    def _parquet(self, name: str, path: Path) -> Iterator[Piece]:
-        for record in _rows(name, path, partial(self._check_column, path)):
-            text = record.values[self.text_column]
-            if isinstance(text, bytes):
-                try:
-                    text = text.decode()
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{record.where} is not UTF-8 text: {error}") from error
-            if text:
-                yield Piece(record.document, text, True, record.done)
 
-    def _check_column(self, path: Path, schema) -> list[str]:
-        """[text_column]; raises InputError unless a parquet file has one column of text there."""
-        column = self.text_column
-        count = schema.names.count(column)
-        if count != 1:
-            text = dict.fromkeys(field.name for field in schema if _is_text(field.type))
-            has = f"has {count} columns {column!r}" if count else f"has no column {column!r}"
-            raise InputError(
-                f"{path} {has} (its columns of text: {', '.join(text) or 'none'}); name the column"
-                " of the text with text_column"
-            )
-        kind = schema.field(column).type
-        if not _is_text(kind):
-            raise InputError(f"{path}: column {column!r} is {kind}, not text")
-        return [column]
-
-
-def _known_columns(path: Path, columns: Collection[str], schema) -> list[str]:
-    """The names in `columns` that a parquet file has; raises InputError if it has none."""
-    found = [name for name in schema.names if name in columns]
-    if not found:
-        raise InputError(f"{path} has none of the columns {', '.join(sorted(columns))}")
-    return found
-
-
-def _lines(name: str, path: Path, column: str | None) -> Iterator[Record]:
+def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     """The objects of a file of JSON lines.
 
-    column: a name that no object may have twice.
+    columns: names that no object may have twice.
     """
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
@@ -199,21 +170,20 @@ def _lines(name: str, path: Path, column: str | None) -> Iterator[Record]:
                 _check_encoding(path, line)
             content = line.strip(_BLANK)
             if number == 1 and content.startswith(b"["):
-                raise InputError(
-                    f"{path} is a JSON array, not an object per line: convert it (jq -c '.[]')"
-                )
+                raise InputError(f"{path} is a JSON array, not an object per line: use jq -c '.[]'")
             if content:
                 where = f"{path}:{number}"
-                yield Record(f"{name}:{number}", where, _object(line, where, column), file.tell())
+                yield Record(f"{name}:{number}", where, _object(line, where, columns), file.tell())
 
 
-def _object(line: bytes, where: str, column: str | None) -> dict:
+def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     try:
         content = line.decode("utf-8-sig")
         value = json.loads(content)
         # The parser takes the last of two values under one name, without a word.
-        if column and content.count(json.dumps(column, ensure_ascii=False)) > 1:
-            json.loads(content, object_pairs_hook=partial(_check_unique, column))
+        for column in columns:
+            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
+                json.loads(content, object_pairs_hook=partial(_check_unique, column))
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -232,22 +202,31 @@ def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
     return dict(pairs)
 
 
-def _rows(name: str, path: Path, choose: Callable[[Any], list[str]]) -> Iterator[Record]:
-    """The rows of a parquet file; choose(schema): the columns to read."""
+def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
+    """The rows of a parquet file, with those of the columns that it has."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = choose(file.schema_arrow)
+            names = file.schema_arrow.names
+            found = [column for column in names if column in columns]
+            if not found:
+                fix = "; name the column of the text with text_column" * (len(columns) == 1)
+                wanted = " or ".join(map(repr, sorted(columns)))
+                raise InputError(f"{path} has no column {wanted}, only {', '.join(names)}{fix}")
+            if twice := next((column for column in found if found.count(column) > 1), None):
+                raise InputError(f"{path} has {found.count(twice)} columns {twice!r}; keep one")
             total, size = max(1, file.metadata.num_rows), path.stat().st_size
-            batches = file.iter_batches(256, columns=columns)
-            for number, values in enumerate((x for batch in batches for x in batch.to_pylist()), 1):
+            batches = file.iter_batches(256, columns=found)
+            rows = (x for batch in batches for x in batch.to_pylist(maps_as_pydicts="strict"))
+            for number, values in enumerate(rows, 1):
+                values = {column: _without_nulls(values[column]) for column in found}
                 where = f"{path}: row {number}"
                 yield Record(f"{name}:{number}", where, values, size * number // total)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: row {number} is not UTF-8 text: {error}") from error
+        raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) and error.errno:  # from the system, not the content
@@ -255,15 +234,11 @@ def _rows(name: str, path: Path, choose: Callable[[Any], list[str]]) -> Iterator
         raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
 
-def _is_text(kind) -> bool:
-    """Whether a type of Arrow is text: strings, bytes (text without that note), or only nulls."""
-    from pyarrow import types
-
-    if types.is_dictionary(kind):  # a pandas category
-        kind = kind.value_type
-    kind = getattr(kind, "storage_type", kind)  # of an extension type
-    tests = "string large_string string_view binary large_binary binary_view null".split()
-    return any(getattr(types, f"is_{test}")(kind) for test in tests)
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the nulls that its structs have for a key that a row lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def _check_encoding(path: Path, start: bytes) -> None:
@@ -298,13 +273,9 @@ def _place_to_cut(text: str) -> int:
     return 0
 
 
-def is_held_out(document: str, fraction: float) -> bool:
-    """Returns whether a document is for validation, by a hash of its name."""
-    return hold_out_rank(document) < fraction
-
-
 def hold_out_rank(document: str) -> float:
-    """Hashes a document's name to a number from 0 to 1."""
+    """Hashes a document's name to a number from 0 to 1, below which a fraction is held out."""
     # With this prefix, 5.2% of Python 3.12's library is held out, of many kinds.  Without it, 12%
     # would be held out, half of it pydoc's topics (prose, unlike the rest).
-    return int.from_bytes(hashlib.sha256(f"val:{document}".encode()).digest()[:8]) / 2.0**64
+    name = f"val:{document}".encode("utf-8", "surrogateescape")  # a file's name may have any bytes
+    return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2.0**64

@@ -104,7 +104,7 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, overrides).data)
+        check_paths(_configuration(args.checkpoint, overrides).data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -172,8 +172,9 @@ def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
 def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     """The configuration of the run in `folder`, with the data that the overrides name."""
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
-        path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
-        overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
+        paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
+        path = "null" if overrides.get("data.source") == "stdlib" or not paths else paths[0]
+        overrides = {"data.path": path, "data.val_path": path} | overrides
     if not (folder / "config.yaml").exists():
         raise InputError(
             f"{folder} has no config.yaml, which names the data: use --hellaswag or --tasks, or"

@@ -80,10 +80,13 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     whole = opened(config, path=str(write(tmp_path / "whole.jsonl", lines)))
     both = [conversations_in(rows_of(x)) for x in (data, whole)]
     assert sorted(both[0]) == sorted(both[1])
+    (tmp_path / "whole.jsonl").rename(tmp_path / "chat.json")  # as the report of `prepare`
+    named = opened(config, path=str(tmp_path / "chat.json"))
+    assert sorted(conversations_in(rows_of(named))) == sorted(both[1])
     assert "12 conversations" in data.description
     assert "left out 1 files" in data.description
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
-    with pytest.raises(InputError, match=r"d\.parquet has none of the columns completion, conv"):
+    with pytest.raises(InputError, match=r"d\.parquet has no column 'completion' or .*, only text"):
         opened(config, path=str(folder))
 
 
@@ -226,6 +229,11 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
     before = (tmp_path / "out/conversations.chat").stat().st_mtime_ns
     assert prepare(config, tmp_path / "out") == 0  # done already
     assert (tmp_path / "out/conversations.chat").stat().st_mtime_ns == before
+    index = (tmp_path / "out/index.npz").read_bytes()
+    for damaged in (b"", index[:99]):  # a copy that was interrupted
+        (tmp_path / "out/index.npz").write_bytes(damaged)
+        with pytest.raises(InputError, match="out is damaged"):
+            opened(config, path=str(tmp_path / "out"))
     (tmp_path / "out/chat.json").unlink()  # as if it had been killed
     assert prepare(config, tmp_path / "out") == 0
     capsys.readouterr()
@@ -267,6 +275,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"instruction": "Q", "output": "A", "history": [["q", "a"]]}], {}, "history is not read"),
         ([{"messages": pair("Q", "A"), "tools": {"a": 1}}], {}, r"tools={'a': 1} must be a list$"),
         ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
+        ([{"messages": [{"role": "user", "value": "Q"}]}], {}, "1 refused, a message with neither"),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
         ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
@@ -280,6 +289,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
         (talks(1) * 2, {}, "has one conversation, and none to hold out"),
+        (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
         ([], {}, "can be used: it is empty"),
     ],
 )

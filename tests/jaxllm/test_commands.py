@@ -87,7 +87,7 @@ def test_an_unknown_command_is_one_line(words, message, capsys):
     ("setting", "message"),
     [
         ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),
-        ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device here; unset it"),
+        ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device; unset it"),
         (
             {"XLA_FLAGS": "--xla_dump_to=/tmp --xla_gpu_autotune_leve=4"},
             "XLA_FLAGS has --xla_gpu_autotune_leve, which XLA here does not know: remove it",

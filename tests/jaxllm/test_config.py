@@ -3,6 +3,8 @@ import pytest
 import pallas_kernels
 from jaxllm import config
 from jaxllm.config import CONFIG_DIR, InputError, command_line
+from jaxllm.config.describe import help_text
+from jaxllm.config.loading import keys
 from jaxllm.config.model import MODEL_CONFIGS, RopeScaling
 
 TYPES = ", ".join(MODEL_CONFIGS)  # in the order of the union
@@ -167,9 +169,9 @@ def test_the_error_for_a_missing_file_names_the_nearest():
 
 
 def test_help_has_every_key_of_every_model():
-    text = config.help_text()
+    text = help_text()
     for model_type in config.MODEL_CONFIGS:
-        for key, field in config.keys(model_type).items():
+        for key, field in keys(model_type).items():
             assert f"--{key} " in text
             assert field.description, f"{key} has no description"
 

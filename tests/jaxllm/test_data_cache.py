@@ -1,5 +1,6 @@
 """The folder of encoded data: built once, by one, whole or not at all."""
 
+import os
 import threading
 
 import pytest
@@ -64,4 +65,9 @@ def test_large_files_are_hashed_once_until_they_change(tmp_path):
     (note,) = (tmp_path / "cache/files").iterdir()
     assert first in note.read_text()
     path.write_bytes(bytes(5 << 20) + b"x")
-    assert file_digest(tmp_path / "cache", path) != first
+    second = file_digest(tmp_path / "cache", path)
+    os.utime(path, ns=(0, 0))
+    assert file_digest(tmp_path / "cache", path) == second != first
+    path.write_bytes(bytes(5 << 20) + b"y")  # as `cp -p` of a file whose archive dates all alike
+    os.utime(path, ns=(0, 0))
+    assert file_digest(tmp_path / "cache", path) != second

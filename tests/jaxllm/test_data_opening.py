@@ -30,7 +30,7 @@ def config(tmp_path):
 def test_the_error_for_a_token_outside_the_vocabulary_has_file_and_position(tmp_path, config):
     write_shard(tmp_path / "a.bin", [*range(20), 500, 501])
     config.source, config.path = "shards", str(tmp_path / "a.bin")
-    with pytest.raises(InputError, match=r"a\.bin: token 500 at position 20 .*vocabulary of 500"):
+    with pytest.raises(InputError, match=r"a\.bin: token 501 at position 21 .*vocabulary of 500"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=500)
     assert open_dataset(config, seq_len=T, seed=0, vocab_size=502).vocab_size == 502
 
@@ -106,6 +106,10 @@ def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
     second = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert second.fingerprint == first.fingerprint
     assert second.train.read(0, 99).tolist() == first.train.read(0, 99).tolist()
+    (counts,) = (tmp_path / "cache").glob("tokens-*/counts.json")
+    counts.unlink()  # as what cleans /tmp and ~/.cache may do
+    with pytest.raises(InputError, match=r"counts\.json cannot be read"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
 
 def test_the_fingerprint_depends_on_text_split_and_tokenizer(tmp_path, config):
@@ -182,6 +186,8 @@ def test_without_training_only_the_validation_data_is_read(tmp_path, config, sou
         config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
     data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
     assert (len(data.train), data.val_tokens) == (0, 2)
+    config.path = "/gone"  # as on another machine
+    assert open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False).val_tokens == 2
     assert "encoding the training text" not in capsys.readouterr().err
     write_shard(tmp_path / "a.bin", [1])
     config.source = "shards"
@@ -203,8 +209,12 @@ def test_one_file_is_split_at_its_end(tmp_path, config, name):
 
 def test_empty_text(tmp_path, config):
     config.path = corpus_of(tmp_path / "text", ["", ""])
-    with pytest.raises(InputError, match="is empty"):
+    with pytest.raises(InputError, match=r"data\.path=.*/text is empty"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    config.path, config.val_path = corpus_of(tmp_path / "full", DOCUMENTS), config.path
+    with pytest.raises(InputError, match=r"data\.val_path=.*/text is empty"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None, training=False)
+    config.val_path = None
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     config.source, config.path = "jsonl", str(tmp_path / "a.jsonl")
     with pytest.raises(InputError, match="the data is empty"):

@@ -5,6 +5,7 @@ import pyarrow.parquet
 import pytest
 from data_settings import parquet, read
 
+from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 
 
@@ -53,17 +54,33 @@ def test_ambiguous_and_nested_columns_are_refused(tmp_path):
     columns = [["a"], ["b"], ["c"], [1], [{"text": "d"}]]
     table = pyarrow.table(list(map(pyarrow.array, columns)), names=names)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"has 2 columns 'text' \(its .*: text, body\)"):
+    with pytest.raises(InputError, match=r"has 2 columns 'text'; keep one"):
         read("parquet", tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"column 'meta' is struct<text: string>, not text"):
+    with pytest.raises(InputError, match=r"row 1 has no text under 'meta' .*of type dict"):
         read("parquet", tmp_path / "a.parquet", "meta")
+
+
+def test_records_are_those_of_json_lines(tmp_path):
+    """A struct of Arrow has all keys of its column, null where a row lacks one; a map is pairs."""
+    said = lambda name, **given: {"role": "tool", "call": {"name": name, "arguments": given}}
+    structs = [said("time", zone="UTC"), said("add", a=1, b=[2, None]), {"role": "user"}]
+    maps = [{"content": {"kind": "text", "text": "a"}}]
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pairs = pyarrow.array([[(key, list(x.items())) for key, x in maps[0].items()]], kind)
+    for column, right in ((structs, structs), (pairs, maps)):
+        source = Source("chat", [("a", parquet(tmp_path / "a.parquet", messages=column))])
+        assert [x.values["messages"] for x in source.records(["messages"])] == right
+    table = pyarrow.table([["a"], ["b"]], names=["messages", "messages"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="has 2 columns 'messages'"):
+        list(source.records(["messages"]))
 
 
 def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
     parquet(tmp_path / "a.parquet", body=["x"], n=[1])
-    with pytest.raises(InputError, match=r"no column 'text' \(its columns of text: body\)"):
+    with pytest.raises(InputError, match=r"no column 'text', only body, n; name the column"):
         read("parquet", tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="column 'n' is int64, not text"):
+    with pytest.raises(InputError, match="row 1 has no text under 'n' .*of type int"):
         read("parquet", tmp_path / "a.parquet", "n")
 
 

@@ -6,8 +6,8 @@ import sysconfig
 import pytest
 from data_settings import write
 
-from jaxllm.data.paths import find_files, stdlib_files
-from jaxllm.data.sources import is_held_out
+from jaxllm.data.paths import find_files
+from jaxllm.data.sources import hold_out_rank
 from jaxllm.errors import InputError
 
 
@@ -116,7 +116,7 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path):
 
 
 def test_the_standard_library_without_its_tests():
-    files = stdlib_files().files
+    files = find_files("stdlib", None).files
     names = [name for name, _ in files]
     assert names == sorted(set(names))
     assert {"os.py", "json/decoder.py", "asyncio/base_events.py"} < set(names)
@@ -124,7 +124,7 @@ def test_the_standard_library_without_its_tests():
         folders = name.split("/")[:-1]
         assert not {"test", "tests", "idle_test", "site-packages"} & set(folders), name
     assert sum(path.stat().st_size for _, path in files) > 5e6
-    held_out = sum(path.stat().st_size for name, path in files if is_held_out(name, 0.05))
+    held_out = sum(path.stat().st_size for name, path in files if hold_out_rank(name) < 0.05)
     assert 0.02 < held_out / sum(path.stat().st_size for _, path in files) < 0.08
 
 
@@ -135,10 +135,10 @@ def test_what_is_left_out_of_the_standard_library(tmp_path, monkeypatch):
     for name in kept + left_out:
         write(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert [name for name, _ in stdlib_files().files] == sorted(kept)
+    assert [name for name, _ in find_files("stdlib", None).files] == sorted(kept)
 
 
 def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(InputError, match="no source files"):
-        stdlib_files()
+        find_files("stdlib", None)

@@ -4,9 +4,10 @@ import os
 import resource
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+import tokenizers
+from data_settings import settings
 
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
 from jaxllm.data.__main__ import main
@@ -52,10 +53,8 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     sizes = [len(open_shard(data / "out" / name)[0]) for name in shards]
     assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
 
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
     text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
     train, val = (x.split("<|endoftext|>")[1:] for x in text)
@@ -91,10 +90,8 @@ def test_a_single_document_gives_no_validation_shard_and_still_trains(data, caps
     assert main(command(data, path=data / "one.jsonl", **{"val_fraction": 0.99})) == 0
     assert all(name.startswith("train") for name in contents(data / "out"))
     assert "without data.val_path, training holds out" in capsys.readouterr().out
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
 
 
@@ -190,6 +187,8 @@ def test_a_finished_folder_is_not_changed(data, capsys, monkeypatch):
     (data / "data/c.jsonl").write_text('{"body": "more"}\n')
     assert "other data or options" in error_of(capsys, command(data))
     assert {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")} == before
+    (data / "out/prepare.json").write_text('{"job"')
+    assert "out/prepare.json cannot be read as JSON" in error_of(capsys, command(data))
 
 
 def test_an_incomplete_folder_does_not_open(data, monkeypatch):
@@ -200,12 +199,24 @@ def test_an_incomplete_folder_does_not_open(data, monkeypatch):
         patch.setattr(prepare._Split, "finish", killed)
         with pytest.raises(Killed):
             main(command(data))
-    config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
-        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
-    )  # fmt: skip
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
     with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):
         open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+
+
+def test_shards_with_another_end_token_open_only_with_its_name(data):
+    library = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
+    library.add_special_tokens(["<|end|>"])
+    library.save(str(data / "tokenizer.json"))
+    assert main(command(data, end_token="<|end|>")) == 0
+    config = settings(data)
+    config.source, config.path, config.pack = "shards", str(data / "out"), "documents"
+    with pytest.raises(ValueError, match=r"out was prepared with --end_token <\|end\|>: set data"):
+        open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+    config.end_token = "<|end|>"
+    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+    assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
 
 
 def test_foreign_shards_are_not_overwritten(data, capsys):
@@ -225,6 +236,7 @@ def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
     (data / "out" / name).write_text("")
     assert f"out holds {what}; choose another --out" in error_of(capsys, command(data))
     assert [path.name for path in (data / "out").iterdir()] == [name]
+    assert "--out: it is empty; name a" in error_of(capsys, [*command(data), "--out="])
 
 
 def test_one_process_at_a_time(data, capsys):
@@ -241,8 +253,8 @@ def test_one_process_at_a_time(data, capsys):
         ({"shard_tokens": 0}, "--shard_tokens=0"),
         ({"val_fraction": 1.0}, "--val_fraction=1.0"),
         ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
-        ({"source": "stdlib"}, "is not read with --source=stdlib"),
-        ({"out": "data/x"}, "/data, whose files are read"),
+        ({"source": "stdlib"}, "is not read with source=stdlib"),
+        ({"out": "data/x"}, "/data; choose another --out"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(data, capsys, options, message):
@@ -267,6 +279,14 @@ def test_a_missing_or_truncated_partial_file_is_reported(data, capsys, monkeypat
     assert "is missing" in error_of(capsys, command(data))
     partial.write_bytes(content)
     assert main(command(data)) == 0
+
+
+def test_a_file_may_have_any_name(data, capsys):
+    """As in archives from systems that do not write names in UTF-8."""
+    for i, text in enumerate(DOCUMENTS):
+        (data / "data" / os.fsdecode(b"caf\xe9%d.txt" % i)).write_text(text)
+    assert main(command(data, source="text", path=f"{data}/data/*.txt", text_column="text")) == 0
+    assert len([name for name in contents(data / "out") if name.startswith("val")]) > 0
 
 
 def test_documents_without_text(data, capsys):

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 from jaxllm.data import sources
 from jaxllm.data.paths import find_files
-from jaxllm.data.sources import Source, is_held_out
+from jaxllm.data.sources import Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
 
@@ -87,9 +87,9 @@ def test_archives_and_arrays_are_refused(tmp_path):
 
 def test_the_name_alone_decides_what_is_held_out():
     names = [f"{i}.py" for i in range(2000)]
-    held_out = [name for name in names if is_held_out(name, 0.05)]
+    held_out = [name for name in names if hold_out_rank(name) < 0.05]
     assert 60 < len(held_out) < 140
-    assert not any(is_held_out(name, 0.0) for name in names)
+    assert 0 < min(map(hold_out_rank, names)) < max(map(hold_out_rank, names)) < 1
 
 
 def test_pieces_join_to_the_text_and_their_ids_to_its_ids(tmp_path, monkeypatch):

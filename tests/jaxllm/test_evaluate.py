@@ -52,6 +52,16 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     assert float(bits) == pytest.approx(a_byte / math.log(2), abs=2e-4)
 
 
+def test_the_validation_data_may_be_the_only_data(runs, tmp_path, capsys):
+    text = f"--data.source text --data.cache_dir {tmp_path} --batch_size 4 --batches 1"
+    said = []
+    for key in ("path", "val_path"):
+        command = f"--checkpoint {runs['gpt2']} {text} --data.{key} {TEXTS / 'text.txt'}"
+        assert evaluate.main(command.split()) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 def test_loss_of_short_texts(runs, tmp_path, capsys):
     """Windows of 32: a text of one partial window, of exactly one, and of two."""
     ids = Tokenizer(runs["gpt2"] / "tokenizer.json").encode((TEXTS / "text.txt").read_text("utf-8"))

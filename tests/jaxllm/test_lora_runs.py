@@ -130,7 +130,7 @@ def test_a_base_that_changed_is_refused(runs, capsys):
     ("options", "message"),
     [
         (["--model.lora.targets", "q_proj,w_proj"], "names 'w_proj', which does not exist; there"),
-        (["--model.lora.rank", "33"], "lora.rank=33 exceeds 32, the smaller width of k_proj"),
+        (["--model.lora.rank", "33"], "lora.rank=33 exceeds 32, k_proj's smaller width"),
         (["--train.fp8", "all"], "train.fp8=all is for training all weights"),
         (["--model.lora.dropout", "1"], "model.lora.dropout=1.0: must be less than 1"),
         (["--model.init_from", "null"], "model.lora needs model.init_from"),

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
             ["--config", "llama3_small", "--data.path", "/nothing"],
-            "not read with data.source=stdlib",
+            "not read with source=stdlib",
         ),
         (
             ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
         (["--config", "llama3_small", "--out_dir", "train.py"], "train.py is a file; name another"),
         (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
-        (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
+        (["--config", "llama3_small", "--out_dir", ""], "--out_dir: it is empty; name"),
         (["--config", "llama3_small", "--out_dir", 300 * "x"], "created: File name too long; name"),
         (["--resume", "--out_dir", 300 * "x"], "cannot be created: File name too long; name"),
         (["--config", 300 * "x"], "no configuration xxx"),
