@@ -168,8 +168,6 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     if len(biases) != len(weights):
         raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
     k, packed = x.shape[-1], _packed(weights)
-    for a in jax.tree.leaves((() if packed else weights, residual)):
-        mosaic.stat_dtype(a.dtype)  # refuses integers, to which results would be rounded
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         if packed:
             w.check()

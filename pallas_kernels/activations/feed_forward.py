@@ -76,7 +76,7 @@ def mlp(
     fp8_linear.  fp8 is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false;
     an infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
     row_norm, one in x makes at least its row NaN.
-    Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
+    Raises ValueError for shapes that do not fit, NotImplementedError under
     implementation="mosaic" for a call that no kernel supports.
     """
     arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
@@ -95,9 +95,6 @@ def _summed(up, down, gate, totals):
 
 def _check(x, up, down, gate, bias):
     """Raises ValueError for arrays that do not fit."""
-    for a in (x, up, down, gate, bias):
-        if a is not None:
-            mosaic.stat_dtype(a.dtype)  # raises for integers
     shapes = [up.shape, down.shape[::-1], *([] if gate is None else [gate.shape])]
     if up.ndim != 2 or not x.ndim or set(shapes) != {(x.shape[-1], up.shape[1])}:
         given = ", ".join(str(a.shape) for a in (x, up, down, gate) if a is not None)

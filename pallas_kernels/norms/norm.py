@@ -139,7 +139,6 @@ def _check(x, weight, bias, residual, x_bias, gate):
     """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
         raise ValueError("x has shape (), but needs the axis C that is normalised")
-    mosaic.stat_dtype(x.dtype)  # raises for integers
     weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
     weights = {name: w for name, w in weights.items() if w is not None}
     for name, w in weights.items():
