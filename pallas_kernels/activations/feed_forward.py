@@ -42,8 +42,17 @@ from pallas_kernels.activations import activation, matmul_epilogue
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, maxima, named, norms
+from pallas_kernels.float8.quantize import (
+    TILE,
+    cast,
+    cast_results,
+    known_norm,
+    maxima,
+    named,
+    norms,
+)
 from pallas_kernels.options import checked, with_gradient
+from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -60,7 +69,7 @@ def mlp(
     bias: Float[Array, " F"] | None = None,
     precision: Literal["fp8"] | None = None,
     row_norm: Float[Array, ""] | None = None,
-    totals: tuple | None = None,
+    totals: tuple[Float[Array, "_ _"], ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
     """swiglu(x gate, x up) down, or without a gate gelu(x up + bias) down, in x's dtype.
@@ -81,6 +90,8 @@ def mlp(
     """
     arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
     _check(*arrays)
+    if totals is not None:
+        check_totals(totals, up, down, *([] if gate is None else [gate]))
     options = dict(precision=precision, row_norm=row_norm, totals=totals)
     options |= dict(implementation=implementation)  # of the ops inside
     return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
@@ -194,8 +205,8 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
 
 def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     linear.warn_of_flags()
-    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return _fp8(x.reshape(-1, x.shape[-1]), up, down, gate, bias, row_norm, totals).reshape(x.shape)
+    rows, row_norm = x.reshape(-1, x.shape[-1]), known_norm(row_norm)
+    return _fp8(rows, up, down, gate, bias, row_norm, totals).reshape(x.shape)
 
 
 # ---- fp8 ----------------------------------------------------------------------------------------
