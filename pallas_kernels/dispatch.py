@@ -116,8 +116,6 @@ def run(
     form, decision, _ = choose(op, forms, implementation, *arrays, **options)
     record(decision)
     if not form.is_kernel:
-        if form.runs == "cudnn" and jax.default_backend() != "gpu":  # JAX cannot trace it here
-            form = forms[-1]
         return form.call(*arrays, **options)
     if jax.default_backend() == "gpu":
         _warn_of_compiler()

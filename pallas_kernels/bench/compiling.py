@@ -98,7 +98,9 @@ def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
     read = dict(size)
     if case.op == "encoder":  # reads only the table's rows that occur
         tokens, table, *_ = case.arrays
-        rows = np.unique(np.asarray(array(case.arrays[tokens], sizes, 0))).size
+        rows = inputs[tokens].size  # at most
+        if not case.pack:
+            rows = np.unique(np.asarray(array(case.arrays[tokens], sizes, 0))).size
         read[table] = size[table] // inputs[table].shape[0] * min(rows, inputs[table].shape[0])
     backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in writes(case))
     forward = sum(read.values()) + outputs
