@@ -108,7 +108,6 @@ def _rows(
 
 
 def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     k, norm = x.shape[-1], norm_weight is not None
     if _packed(weights):
         if x.dtype != jnp.bfloat16:
@@ -158,7 +157,6 @@ def pays(dtype, weights, *, norm: bool, implementation: dispatch.Implementation 
 
 
 def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
-    """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     if not weights:

@@ -105,7 +105,6 @@ def _summed(up, down, gate, totals):
 
 
 def _check(x, up, down, gate, bias):
-    """Raises ValueError for arrays that do not fit."""
     shapes = [up.shape, down.shape[::-1], *([] if gate is None else [gate.shape])]
     if up.ndim != 2 or not x.ndim or set(shapes) != {(x.shape[-1], up.shape[1])}:
         given = ", ".join(str(a.shape) for a in (x, up, down, gate) if a is not None)
@@ -192,7 +191,6 @@ _activated = with_gradient(_activated_forward, _activated_backward, nondiff_argn
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
-    """Why the kernels for fp8 do not support this call, or None."""
     (c, f), rows = up.shape, x.size // max(x.shape[-1], 1)
     if gate is None and bias is None:
         return "without a gate the kernel needs a bias"

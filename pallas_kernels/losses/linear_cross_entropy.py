@@ -182,7 +182,6 @@ def linear_cross_entropy_reference(
 
 
 def why_not(x, weight, labels, *, softcap, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     return (
         mosaic.lossy_softcap(softcap)
         or mosaic.unsupported_dtype(x=x, weight=weight)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.mlstm import chunkwise, one_array, reference, step
+from pallas_kernels.mlstm import chunkwise, reference, step
 from pallas_kernels.norms.norm import layer_norm
 from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed, operands_of, shapes, split
@@ -127,9 +127,9 @@ def _kernels(
     """The op by the kernels of this form."""
     of_norm = norm_weight, norm_eps, implementation
     if norm_weight is not None and not return_state and initial_state is None:
-        if one_array.fits(operands, *of_norm, form):
+        if chunkwise.gated_fits(operands, *of_norm, form):
             arrays = operands, i, f, norm_weight
-            return one_array.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
+            return chunkwise.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
     options |= dict(form=form, initial_state=initial_state)
     return _before_norm(chunkwise.chunkwise, operands, i, f, *of_norm, return_state, options)
 
@@ -156,7 +156,6 @@ def _before_norm(cell, operands, i, f, weight, eps, implementation, return_state
 
 
 def why_not(operands, *arrays, eps=0.0, **options) -> str | None:
-    """Why the kernels do not support this call, or None."""
     q, _, v, *_ = shapes(operands)
     if eps != 0:
         return f"eps={eps} is not 0, and h is independent of the stabiliser only at 0"
