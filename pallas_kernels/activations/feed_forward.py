@@ -97,13 +97,6 @@ def mlp(
     return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
 
 
-def _summed(up, down, gate, totals):
-    """The weights, whose gradients are added to the totals after they are computed."""
-    if totals is None:
-        return up, down, gate
-    return *map(summed, (up, down), totals), None if gate is None else summed(gate, totals[2])
-
-
 def _check(x, up, down, gate, bias):
     shapes = [up.shape, down.shape[::-1], *([] if gate is None else [gate.shape])]
     if up.ndim != 2 or not x.ndim or set(shapes) != {(x.shape[-1], up.shape[1])}:
@@ -129,7 +122,9 @@ def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implement
 
     fused: the backward pass of the activation is a part of the matmul before it.
     """
-    up, down, gate = _summed(up, down, gate, totals)
+    if totals is not None:
+        up, down = map(summed, (up, down), totals)
+        gate = None if gate is None else summed(gate, totals[2])
     first = times = jnp.matmul
     if precision is not None:
         times = functools.partial(linear.fp8_linear, implementation=implementation)

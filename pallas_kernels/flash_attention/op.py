@@ -241,7 +241,8 @@ def _reference_forward(q, k, v, mask, scale, softcap):
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
-    top = jnp.where(top == -jnp.inf, 0, top)  # a row may see no key
+    # A row may see no key.  One whose logits are all -inf has an infinity in q or k, and gets NaN.
+    top = jnp.where(jnp.any(mask, axis=-1, keepdims=True), top, 0)
     p = jnp.exp(x - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)
