@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import AbstractArray, Float, Integer
+from jaxtyping import AbstractArray, Float
 
 _SEQUENCES = (tuple, Sequence)
 _WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where an op names them
@@ -122,7 +122,6 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
     of_element = _arrays([x for kind in elements for x in _members(kind)]) if elements else None
     arrays = [kind for kind in kinds if _is_array(kind)]
     dtypes = {d for kind in arrays for d in (_WIDE if kind.dtype is Float else kind.dtypes)}
-    dtypes |= set(Integer.dtypes) if int in classes else set()
 
     def check(name: str, x):
         if of_element is not None and isinstance(x, list | tuple):
@@ -135,7 +134,8 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
                 what = f"an array, not {type(x).__name__}"
                 raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
         elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
-            raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")
+            if not (int in classes and jnp.issubdtype(x.dtype, jnp.integer)):  # a number
+                raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")
         return x
 
     return check
