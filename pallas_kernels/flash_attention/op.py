@@ -155,7 +155,7 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
 
 
 def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
-    if jax.default_backend() != "gpu":  # JAX cannot trace it: a rehearsal
+    if dispatch.rehearses():  # JAX traces cuDNN's attention only where cuDNN is
         return _in_jnp(operands, None, causal=causal, scale=scale, window=window)
     q, k, v = split(operands)
     local = None if window is None else (window - 1, 0)
