@@ -209,9 +209,14 @@ def shard_map_why_not() -> str | None:
 
 def device_lacks(gpu: Gpu) -> str | None:
     """Why the default device cannot run a kernel that needs `gpu`, or None."""
-    if _rehearsing and jax.default_backend() != "gpu":
+    if rehearses():
         return None
     return elsewhere(()) or _device_lacks(gpu)
+
+
+def rehearses() -> bool:
+    """Whether ops decide as on an H100, without a GPU."""
+    return _rehearsing and jax.default_backend() != "gpu"
 
 
 def elsewhere(arrays: tuple) -> str | None:

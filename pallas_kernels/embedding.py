@@ -89,7 +89,6 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None):
 # at 4x1024x100 12 times forward, 4 times backward).  Its backward pass adds with atomics, however,
 # so the kernels run there too, for the same bits in every run.
 def why_not(tokens, wte, wpe, *, dtype) -> str | None:
-    """Why the kernel does not support this call, or None."""
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
     reason = reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
@@ -274,10 +273,6 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-def _encoder_forward(tokens, wte, wpe, dtype):
-    return _forward(tokens, wte, wpe, dtype), (tokens, wte, wpe)
-
-
 def _encoder_backward(dtype, saved, dy):
     tokens, wte, wpe = saved  # only the shapes and dtypes of wte and wpe are used
     dwte, dwpe = _backward(tokens, dy, wte.shape[0], wte.dtype), None
@@ -287,8 +282,11 @@ def _encoder_backward(dtype, saved, dy):
     return None, dwte, dwpe
 
 
-_encoder = with_gradient(_encoder_forward, _encoder_backward, nondiff_argnums=(3,))
-
+_encoder = with_gradient(
+    lambda tokens, wte, wpe, dtype: (_forward(tokens, wte, wpe, dtype), (tokens, wte, wpe)),
+    _encoder_backward,
+    nondiff_argnums=(3,),
+)
 
 FORMS = (
     Form("general", _encoder, "sm_80", why_not, why_slower),

@@ -253,8 +253,9 @@ def _sizes(case: Case, arrays: dict[str, Any]) -> dict[str, int]:
     sizes = {}
     for name, x in arrays.items():
         axes = case.arrays[name].axes.split() if name in case.arrays else []
-        pairs = dict(zip(axes, x.shape, strict=False)) if hasattr(x, "shape") else {}
-        if not axes or len(pairs) != len(x.shape) or sizes | pairs != pairs | sizes:
+        shape = getattr(x, "shape", ())
+        pairs = dict(zip(axes, shape, strict=False))
+        if not axes or len(pairs) != len(shape) or sizes | pairs != pairs | sizes:
             return {}
         sizes |= pairs
     return sizes if set(sizes) >= set(case.sizes[0]) else {}

@@ -168,33 +168,25 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     return lambda *arrays: call(*guard.guarded(run.__name__, arrays))
 
 
-def in_place(call, state, *arrays):
+def in_place(call, state, *arrays, results=False):
     """Calls call(references to state, *arrays), and returns `state` as that call has changed it.
 
     state: an array or a list of arrays.  The barriers keep XLA from fusing the kernel with slices
     of its operands, as it may inside a loop: input and output would then have separate buffers, and
     what is written in place would be lost.
+    results: the call returns some, and so (state, results) is returned.
     """
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
         state, *arrays = lax.optimization_barrier((state, *arrays))
-        # Between new_ref and freeze jax.checkpoint would drop a call that returns nothing.
-        return lax.optimization_barrier(pl.run_state(lambda refs: call(refs, *arrays))(state))
-
-    return run(state, *arrays)
-
-
-def in_place_with_results(call, state, *arrays):
-    """`in_place` for a call that also returns results: (state, results)."""
-
-    @jax.custom_batching.sequential_vmap
-    def run(state, *arrays):
-        state, *arrays = lax.optimization_barrier((state, *arrays))
+        if not results:
+            # Between new_ref and freeze jax.checkpoint would drop a call that returns nothing.
+            return lax.optimization_barrier(pl.run_state(lambda refs: call(refs, *arrays))(state))
         refs = jax.tree.map(jax.new_ref, state)
-        results = call(refs, *arrays)
+        returned = call(refs, *arrays)
         # The barrier also ties them together: jax.checkpoint drops a call with unused results.
-        return lax.optimization_barrier((jax.tree.map(jax.freeze, refs), results))
+        return lax.optimization_barrier((jax.tree.map(jax.freeze, refs), returned))
 
     return run(state, *arrays)
 

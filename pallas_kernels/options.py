@@ -15,9 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, Float
 
 _SEQUENCES = (tuple, Sequence)
+_WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where an op names them
 
 
 @contextlib.contextmanager
@@ -109,12 +110,18 @@ def _is_array(kind) -> bool:
 
 
 def _arrays(kinds) -> Callable[[str, Any], Any]:
-    """Returns a check that x is an array or what else its annotation names, element by element."""
+    """Returns a check that x is an array or what else its annotation names, element by element.
+
+    Results and gradients would be rounded to integers, and lose the imaginary part of complex
+    numbers, without a word.  ids.py checks integers.
+    """
     classes = tuple(kind for kind in kinds if isinstance(kind, type) and not _is_array(kind))
     if any(_is_array(kind) and not kind.dims for kind in kinds) or float in classes:
         classes += int, float
     elements = [kind for of in kinds if get_origin(of) in _SEQUENCES for kind in get_args(of)]
     of_element = _arrays([x for kind in elements for x in _members(kind)]) if elements else None
+    arrays = [kind for kind in kinds if _is_array(kind)]
+    dtypes = {d for kind in arrays for d in (_WIDE if kind.dtype is Float else kind.dtypes)}
 
     def check(name: str, x):
         if of_element is not None and isinstance(x, list | tuple):
@@ -126,6 +133,9 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
             if not hasattr(x, "__jax_array__"):
                 what = f"an array, not {type(x).__name__}"
                 raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
+        elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
+            if not (int in classes and jnp.issubdtype(x.dtype, jnp.integer)):  # a number
+                raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")
         return x
 
     return check

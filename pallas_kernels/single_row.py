@@ -108,7 +108,6 @@ def _rows(
 
 
 def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     k, norm = x.shape[-1], norm_weight is not None
     if _packed(weights):
         if x.dtype != jnp.bfloat16:
@@ -158,7 +157,6 @@ def pays(dtype, weights, *, norm: bool, implementation: dispatch.Implementation 
 
 
 def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
-    """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     if not weights:
@@ -168,8 +166,6 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     if len(biases) != len(weights):
         raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
     k, packed = x.shape[-1], _packed(weights)
-    for a in jax.tree.leaves((() if packed else weights, residual)):
-        mosaic.stat_dtype(a.dtype)  # refuses integers, to which results would be rounded
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         if packed:
             w.check()

@@ -11,7 +11,17 @@ matmul of dW adds to the sum's own buffer (cuBLASLt's C with beta = 1), and dW i
 
 import jax
 
+from pallas_kernels import mosaic
 from pallas_kernels.options import with_gradient
+
+
+def check(totals: tuple, *weights: jax.Array) -> None:
+    """Raises ValueError unless there is a float32 total (float64 in tests) like each weight."""
+    need = [w.shape for w in weights]
+    wide = all(t.dtype == mosaic.stat_dtype(t.dtype) for t in totals)
+    if [t.shape for t in totals] != need or not wide:
+        have = ", ".join(f"{t.dtype} {t.shape}" for t in totals)
+        raise ValueError(f"totals are {have}, not float32 {', '.join(map(str, need))}")
 
 
 def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:

@@ -11,28 +11,35 @@ equivalent z sigmoid(2 u), which takes fewer instructions and stays accurate whe
     dz = dy (s + z s (1 - s) d(2 u)/dz)
     d_up = dy g s,   d_gate = dy up (s + g s (1 - s))
 
-Both are bound by memory, and their kernel is elementwise.py's.  With a bias, GELU's x comes from a
-matmul, and cuBLASLt can add the bias and apply GELU while the product is in registers, if the
-formula follows the matmul directly, in x's dtype.  So the forward pass in bf16 is that formula and
-no kernel: it saves 0.4 of GPT-2 124M's 57.4 ms a step on an H100.
+Both are bound by memory, and share a kernel.  The arrays are flattened, and copied if their size is
+no multiple of `_BLOCK`.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
+computes in float32, and stores the results.  Threads share nothing, so only the bytes in flight
+matter: the fewer instructions an element takes, the closer the kernel comes to a plain copy.
+
+With a bias, GELU's x comes from a matmul, and cuBLASLt can add the bias and apply GELU while the
+product is in registers, if the formula follows the matmul directly, in x's dtype.  So the forward
+pass in bf16 is that formula and no kernel: it saves 0.4 of GPT-2 124M's 57.4 ms a step on an H100.
 
 feed_forward.py has the layer around them.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations import elementwise as kernel
-from pallas_kernels.activations.elementwise import elementwise
 from pallas_kernels.dispatch import Form
 from pallas_kernels.mosaic import sigmoid
 from pallas_kernels.options import checked, with_gradient
 
+# 1024 to 8192 elements are within 1% on an H100; loops and TMA are slower (docs/performance.md).
+_BLOCK = 4096  # 128 threads x 4 vectors of 8
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 # From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
 # sigmoid's slope of 0 would make the gradient NaN.
@@ -92,13 +99,51 @@ def swiglu_reference(gate, up):
 
 
 def gelu_why_not(x, bias=None) -> str | None:
-    """Why the kernel does not support this call, or None."""
-    return kernel.why_not(x=x) or mosaic.unsupported_dtype(bias=bias)
+    return mosaic.unsupported_dtype(x=x, bias=bias) or mosaic.empty(x=x)
 
 
 def swiglu_why_not(gate, up) -> str | None:
-    """Why the kernel does not support this call, or None."""
-    return kernel.why_not(gate=gate, up=up)
+    reason = mosaic.mixed_dtypes(gate=gate, up=up) or mosaic.unsupported_dtype(gate=gate)
+    return reason or mosaic.empty(gate=gate)
+
+
+def why_slower(x, *others) -> str | None:
+    """Generation takes as long as it has kernels."""
+    if x.size % _BLOCK:
+        return f"the kernel would pad {x.size} elements to a multiple of {_BLOCK}"
+    few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
+    return "XLA fuses 64 rows or fewer with other ops" if few else None
+
+
+# ---- the kernel --------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape
+def elementwise(tile, *arrays, name, outputs=1):
+    """Applies tile(*blocks) -> tuple of `outputs` blocks, in float32, to whole arrays.
+
+    The arrays have one shape and dtype, and so have the results, a tuple.
+    """
+    x = arrays[0]
+    flat = [mosaic.pad_axis(a.reshape(a.size), 0, _BLOCK).reshape(-1, _BLOCK) for a in arrays]
+    (results,) = mosaic.kernel(
+        functools.partial(_body, tile),
+        name=name,
+        out_type=[[jax.ShapeDtypeStruct(flat[0].shape, x.dtype)] * outputs],
+        **mosaic.grid(block=len(flat[0])),
+        # approx_math computes exp in two instructions, not seven; 16-bit results hide its error.
+        compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
+    )(flat)
+    return tuple(y.reshape(y.size)[: x.size].reshape(x.shape) for y in results)
+
+
+def _body(tile, sources, targets):
+    """A block loads its elements of every source, computes, and stores to every target."""
+    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // sources[0].dtype.itemsize)  # 16-byte loads
+    block = lax.axis_index("block")
+    results = tile(*(mosaic.load(ref.at[block], layout) for ref in sources))
+    for ref, result in zip(targets, results, strict=True):
+        mosaic.store(ref.at[block], result)
 
 
 # ---- inside the kernels ------------------------------------------------------------------------
@@ -190,10 +235,10 @@ _gelu = with_gradient(
 )
 
 GELU = (
-    Form("general", _gelu, "sm_80", gelu_why_not, kernel.why_slower),
+    Form("general", _gelu, "sm_80", gelu_why_not, why_slower),
     Form("xla", gelu_reference),
 )
 SWIGLU = (
-    Form("general", _swiglu, "sm_80", swiglu_why_not, kernel.why_slower),
+    Form("general", _swiglu, "sm_80", swiglu_why_not, why_slower),
     Form("xla", swiglu_reference),
 )

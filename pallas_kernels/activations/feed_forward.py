@@ -42,8 +42,17 @@ from pallas_kernels.activations import activation, matmul_epilogue
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, maxima, named, norms
+from pallas_kernels.float8.quantize import (
+    TILE,
+    cast,
+    cast_results,
+    known_norm,
+    maxima,
+    named,
+    norms,
+)
 from pallas_kernels.options import checked, with_gradient
+from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -60,7 +69,7 @@ def mlp(
     bias: Float[Array, " F"] | None = None,
     precision: Literal["fp8"] | None = None,
     row_norm: Float[Array, ""] | None = None,
-    totals: tuple | None = None,
+    totals: tuple[Float[Array, "_ _"], ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
     """swiglu(x gate, x up) down, or without a gate gelu(x up + bias) down, in x's dtype.
@@ -76,28 +85,19 @@ def mlp(
     fp8_linear.  fp8 is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false;
     an infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
     row_norm, one in x makes at least its row NaN.
-    Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
+    Raises ValueError for shapes that do not fit, NotImplementedError under
     implementation="mosaic" for a call that no kernel supports.
     """
     arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
     _check(*arrays)
+    if totals is not None:
+        check_totals(totals, up, down, *([] if gate is None else [gate]))
     options = dict(precision=precision, row_norm=row_norm, totals=totals)
     options |= dict(implementation=implementation)  # of the ops inside
     return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
 
 
-def _summed(up, down, gate, totals):
-    """The weights, whose gradients are added to the totals after they are computed."""
-    if totals is None:
-        return up, down, gate
-    return *map(summed, (up, down), totals), None if gate is None else summed(gate, totals[2])
-
-
 def _check(x, up, down, gate, bias):
-    """Raises ValueError for arrays that do not fit."""
-    for a in (x, up, down, gate, bias):
-        if a is not None:
-            mosaic.stat_dtype(a.dtype)  # raises for integers
     shapes = [up.shape, down.shape[::-1], *([] if gate is None else [gate.shape])]
     if up.ndim != 2 or not x.ndim or set(shapes) != {(x.shape[-1], up.shape[1])}:
         given = ", ".join(str(a.shape) for a in (x, up, down, gate) if a is not None)
@@ -122,7 +122,9 @@ def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implement
 
     fused: the backward pass of the activation is a part of the matmul before it.
     """
-    up, down, gate = _summed(up, down, gate, totals)
+    if totals is not None:
+        up, down = map(summed, (up, down), totals)
+        gate = None if gate is None else summed(gate, totals[2])
     first = times = jnp.matmul
     if precision is not None:
         times = functools.partial(linear.fp8_linear, implementation=implementation)
@@ -184,7 +186,6 @@ _activated = with_gradient(_activated_forward, _activated_backward, nondiff_argn
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
-    """Why the kernels for fp8 do not support this call, or None."""
     (c, f), rows = up.shape, x.size // max(x.shape[-1], 1)
     if gate is None and bias is None:
         return "without a gate the kernel needs a bias"
@@ -197,8 +198,8 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
 
 def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     linear.warn_of_flags()
-    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return _fp8(x.reshape(-1, x.shape[-1]), up, down, gate, bias, row_norm, totals).reshape(x.shape)
+    rows, row_norm = x.reshape(-1, x.shape[-1]), known_norm(row_norm)
+    return _fp8(rows, up, down, gate, bias, row_norm, totals).reshape(x.shape)
 
 
 # ---- fp8 ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ wgmma computes b a^T, the product transposed; loads and stores of the chunks tra
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -108,18 +109,10 @@ def matmul_with_epilogue(a, b, inputs, tile, *, name, sms: int):
 
 
 class _Block(NamedTuple):
-    """A block's references and tiles, as one of its two warpgroups sees them."""
+    """A block's work, as one of its two warpgroups sees it."""
 
     t: _Tiles
-    a: Any
-    b: Any
-    inputs: Any
-    outputs: Any
-    a_smem: Any
-    b_smem: Any
-    chunk_smems: Any
-    step_bars: Any
-    chunk_bars: Any
+    refs: Any  # arrays, shared memory and barriers, by name
     wg: Any
     block: Any
     count: Any  # of tiles
@@ -134,27 +127,30 @@ class _Block(NamedTuple):
 
     def ring(self, i) -> Ring:
         """The ring of steps, with the barriers of the warpgroup that computes the i-th tile."""
-        return Ring(self.t.stages, self.step_bars, first=lax.rem(i, jnp.int32(2)) * self.t.stages)
+        return Ring(
+            self.t.stages, self.refs.step_bars, first=lax.rem(i, jnp.int32(2)) * self.t.stages
+        )
 
     def copy_step(self, i, place, step):
         """Starts the copies of a step of the i-th tile."""
-        row, column = place
+        (row, column), refs = place, self.refs
         ring, n, at = self.ring(i), i * self.t.steps + step, pl.ds(step * _STEP, _STEP)
-        ring.send(n, self.a.at[pl.ds(row * _ROWS, _ROWS), at], self.a_smem)
-        ring.send(n, self.b.at[pl.ds(column * _COLUMNS, _COLUMNS), at], self.b_smem)
+        ring.send(n, refs.a.at[pl.ds(row * _ROWS, _ROWS), at], refs.a_smem)
+        ring.send(n, refs.b.at[pl.ds(column * _COLUMNS, _COLUMNS), at], refs.b_smem)
 
     def copy_chunk(self, i, place, c):
         """Starts the copies of a chunk of the i-th tile's inputs."""
-        bar = self.chunk_bars.at[lax.rem(i, jnp.int32(2)) * _CHUNKS + c]
-        for source, smem in zip(self.inputs, self.chunk_smems, strict=True):
+        bar = self.refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * _CHUNKS + c]
+        for source, smem in zip(self.refs.inputs, self.refs.chunk_smems, strict=True):
             plgpu.copy_gmem_to_smem(source.at[self.chunk(place, c)], smem.at[c], bar)
 
 
-def _body(t: _Tiles, tile, a, b, inputs, outputs, **scratch):
+def _body(t: _Tiles, tile, a, b, inputs, outputs, **smem):
     """Fills the buffers; then the warpgroups alternate over the block's tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(t.rows * t.columns - 1 - block, jnp.int32(t.blocks)) + 1
-    mine = _Block(t, a, b, inputs, outputs, **scratch, wg=wg, block=block, count=count)
+    refs = SimpleNamespace(a=a, b=b, inputs=inputs, outputs=outputs, **smem)
+    mine = _Block(t, refs, wg, block, count)
 
     @pl.when(wg == 0)
     def _():
@@ -179,9 +175,9 @@ def _multiply(mine: _Block, i, here, after, acc):
     steps, stages = mine.t.steps, mine.t.stages
 
     def multiply_step(step):
-        ring = Ring(stages, mine.step_bars, first=mine.wg * stages)
+        ring = Ring(stages, mine.refs.step_bars, first=mine.wg * stages)
         stage = ring.wait(i * steps + step)
-        plgpu.wgmma(acc, mine.b_smem.at[stage], mine.a_smem.at[stage].transpose((1, 0)))
+        plgpu.wgmma(acc, mine.refs.b_smem.at[stage], mine.refs.a_smem.at[stage].transpose((1, 0)))
 
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += stages
@@ -211,11 +207,11 @@ def _epilogue(mine: _Block, tile, i, here, after, product):
         pl.when(i + 1 < mine.count)(lambda: mine.copy_chunk(i + 1, after, c))
 
     for c in range(_CHUNKS):
-        plgpu.barrier_wait(mine.chunk_bars.at[mine.wg * _CHUNKS + c])
-        smems = [smem.at[c] for smem in mine.chunk_smems]
+        plgpu.barrier_wait(mine.refs.chunk_bars.at[mine.wg * _CHUNKS + c])
+        smems = [smem.at[c] for smem in mine.refs.chunk_smems]
         _compute(tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK])
         plgpu.commit_smem()
-        for smem, target in zip(smems, mine.outputs, strict=True):
+        for smem, target in zip(smems, mine.refs.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem, target.at[mine.chunk(here, c)])
         if c:
             refill(c - 1, len(smems))

@@ -97,8 +97,11 @@ def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
     outputs = sum(o.size * o.dtype.itemsize for o in jax.tree.leaves(y))
     read = dict(size)
     if case.op == "encoder":  # reads only the table's rows that occur
-        rows = np.unique(np.asarray(array(case.arrays["tokens"], sizes, 0))).size
-        read["wte"] = read["wte"] // sizes["V"] * rows
+        tokens, table, *_ = case.arrays
+        rows = inputs[tokens].size  # at most
+        if not case.pack:
+            rows = np.unique(np.asarray(array(case.arrays[tokens], sizes, 0))).size
+        read[table] = size[table] // inputs[table].shape[0] * min(rows, inputs[table].shape[0])
     backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in writes(case))
     forward = sum(read.values()) + outputs
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward}

@@ -15,13 +15,14 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Float8e4m3fn, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import decode_kernels
 from pallas_kernels.flash_attention.decode_kernels import FP8
-from pallas_kernels.flash_attention.op import LEAST_SCALE, check, masked_reference, scale_of
+from pallas_kernels.flash_attention.masks import LEAST_SCALE, check, scale_of
+from pallas_kernels.flash_attention.op import masked_reference
 from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked
@@ -31,8 +32,8 @@ from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 @checked
 def decode_attention(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
+    k: Float[Array, "B S K D"] | Float8e4m3fn[Array, "B S K D"],
+    v: Float[Array, "B S K D"] | Float8e4m3fn[Array, "B S K D"],
     lengths: Integer[ids.Ids, " B"],
     *,
     new: tuple[Float[Array, "B 1 K D"], Float[Array, "B 1 K D"]] | None = None,
@@ -81,12 +82,7 @@ def decode_attention(
     return dispatch.run("decode_attention", FORMS, implementation, *arrays, **options)
 
 
-def decode_attention_reference(
-    q, k, v, lengths, *, new=None, k_scale=None, v_scale=None, **options
-):
-    """The formulas in jnp, rounded where the kernel rounds."""
-    options = dict(scale=None, window=None, softcap=None, theta=None, scaling=None) | options
-    return _decode(q, k, v, lengths, new, k_scale, v_scale, form=_in_jnp, **options)
+decode_attention_reference = functools.partial(decode_attention, implementation="xla")
 
 
 def _decode(
@@ -141,13 +137,10 @@ def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options
 
 
 def _check(q, k, v, lengths, new, k_scale, v_scale, window):
-    """Raises ValueError for arrays or options that contradict each other."""
     check(q, k, v, True, window)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
-    if have != FP8:
-        mosaic.stat_dtype(have)  # refuses integers, to which `new` would be rounded
     if v.dtype != have:
         raise ValueError(f"k is {have} and v {v.dtype}: they must be equal")
     if new is not None and q.shape[1] != 1:
@@ -183,6 +176,7 @@ def _append(k, v, new, lengths):
 
 
 def _in_jnp(q, k, v, lengths, _new, _table, scale, window, softcap):
+    """The formulas in jnp, rounded where the kernel rounds."""
     t, s = q.shape[1], k.shape[1]
     lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)

@@ -266,7 +266,7 @@ def hopper(q, k, v, lengths, new, table, scale, window, softcap):
     if new is None:
         results = kernel([k, v], inputs)
     else:
-        cache, results = mosaic.in_place_with_results(kernel, [k, v], inputs)
+        cache, results = mosaic.in_place(kernel, [k, v], inputs, results=True)
     return whole(p, q, *results), *cache
 
 

@@ -8,6 +8,7 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
     not loaded  window's edge  seen whole     diagonal: masked   not loaded
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +19,29 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
+
+
+def check(q, k, v, causal, window):
+    """Raises ValueError for shapes or options that contradict each other."""
+    mosaic.check_axes("B T H D", q=q)
+    mosaic.check_axes("B S K D", k=k, v=v)
+    (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+    if (b, d) != (bk, dk):
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}: B and D must be equal")
+    if not kv or h % kv:
+        raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
+    if causal and t > s:
+        raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window={window} needs causal=True and at least 1 key")
+
+
+def scale_of(scale: float | None, q) -> float:
+    """The factor of the logits."""
+    return 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
 
 
 class Visits(NamedTuple):

@@ -20,7 +20,6 @@ NVIDIA GPU since Ampere are in general.py.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +32,18 @@ from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.masks import some_rows_see_nothing
+from pallas_kernels.flash_attention.masks import (
+    LEAST_SCALE,
+    check,
+    scale_of,
+    some_rows_see_nothing,
+)
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
-LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
@@ -90,7 +93,6 @@ def attention(
 
 
 def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) -> str | None:
-    """Why the kernels do not support this call, or None."""
     q, k, v = shapes(operands)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
@@ -153,37 +155,14 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
 
 
 def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
+    if dispatch.rehearses():  # JAX traces cuDNN's attention only where cuDNN is
+        return _in_jnp(operands, None, causal=causal, scale=scale, window=window)
     q, k, v = split(operands)
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
         implementation="cudnn",
     )  # fmt: skip
-
-
-def check(q, k, v, causal, window):
-    """Raises ValueError for shapes or options that contradict each other."""
-    mosaic.check_axes("B T H D", q=q)
-    mosaic.check_axes("B S K D", k=k, v=v)
-    (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
-    if (b, d) != (bk, dk):
-        raise ValueError(f"q has shape {q.shape} and k {k.shape}: B and D must be equal")
-    if not kv or h % kv:
-        raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
-    if causal and t > s:
-        raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"window={window} needs causal=True and at least 1 key")
-
-
-def scale_of(scale, q) -> float:
-    """The factor of the logits; raises ValueError if it is not finite."""
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not a finite number")
-    return scale
 
 
 def _pair(segment_ids, q, k):
@@ -262,7 +241,8 @@ def _reference_forward(q, k, v, mask, scale, softcap):
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
-    top = jnp.where(top == -jnp.inf, 0, top)  # a row may see no key
+    # A row may see no key.  One whose logits are all -inf has an infinity in q or k, and gets NaN.
+    top = jnp.where(jnp.any(mask, axis=-1, keepdims=True), top, 0)
     p = jnp.exp(x - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)

@@ -28,8 +28,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum
+from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, known_norm
 from pallas_kernels.options import checked, with_gradient
+from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -65,7 +66,8 @@ def fp8_linear(
         raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")
     if bias is not None and bias.shape != weight.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}, not {weight.shape[1:]}")
-    mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
+    if total is not None:
+        check_totals((total,), weight)
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
         why = f"{x.dtype}, not fp8: {reason}"
@@ -76,8 +78,7 @@ def fp8_linear(
 
 def _with_casts(x, weight, bias, row_norm, total, *, kernel: bool):
     warn_of_flags()
-    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return _linear(x, weight, bias, row_norm, total, kernel)
+    return _linear(x, weight, bias, known_norm(row_norm), total, kernel)
 
 
 @functools.cache  # once

@@ -74,14 +74,23 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """
     if largest is None:
         largest = named(_largest_by_kernel(x) if kernel else _largest(x))
-    if largest.ndim:
-        raise ValueError(f"row_norm has shape {largest.shape}, but must be one number")
     if kernel:
         return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
     scale, inverse = _scale(largest, dtype)
     values = saturated(x.astype(jnp.float32) * scale, dtype)
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
     return lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
+
+
+def known_norm(row_norm):
+    """The row_norm of an op as `largest` for `cast`; raises ValueError if it can be none."""
+    if row_norm is None:
+        return None
+    if jnp.shape(row_norm):
+        raise ValueError(f"row_norm has shape {jnp.shape(row_norm)}, but must be one number")
+    if not isinstance(row_norm, jax.core.Tracer) and row_norm < 0:
+        raise ValueError(f"row_norm={row_norm} is negative")
+    return lax.stop_gradient(jnp.float32(row_norm))
 
 
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:

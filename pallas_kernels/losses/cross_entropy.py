@@ -79,7 +79,6 @@ def losses_of(z, labels, valid, axis: str | None = None):
 
 
 def why_not(logits, labels, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     return (
         mosaic.unsupported_dtype(logits=logits)
         or mosaic.empty(logits=logits)

@@ -75,7 +75,7 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
         return (dz.reshape(n, v),)
     if not write:
         return None, *call(z, *arrays)
-    z, stats = mosaic.in_place_with_results(call, z, *arrays)
+    z, stats = mosaic.in_place(call, z, *arrays, results=True)
     return z.reshape(n, v), *stats
 
 

@@ -39,6 +39,7 @@ from pallas_kernels.float8.quantize import TILE, Cast, cast
 from pallas_kernels.losses.cross_entropy import losses_of, mask_by_label
 from pallas_kernels.losses.kernels import capped, logits_kernel
 from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
@@ -100,8 +101,10 @@ def linear_cross_entropy(
     for a call that the kernel does not support.
     """
     vocab_size = _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk)
-    if total is not None and reduction == "mean":
-        raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
+    if total is not None:
+        check_totals((total,), weight)
+        if reduction == "mean":
+            raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
     if fp8 and (reason := mosaic.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
         why = f"{x.dtype}, not fp8: {reason}"
@@ -179,7 +182,6 @@ def linear_cross_entropy_reference(
 
 
 def why_not(x, weight, labels, *, softcap, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     return (
         mosaic.lossy_softcap(softcap)
         or mosaic.unsupported_dtype(x=x, weight=weight)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.mlstm import chunkwise, one_array, reference, step
+from pallas_kernels.mlstm import chunkwise, reference, step
 from pallas_kernels.norms.norm import layer_norm
 from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed, operands_of, shapes, split
@@ -77,14 +77,18 @@ def vlstm(
     implementation="mosaic" for a call that the kernels do not support.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv" if norm_weight is None else "qkvo")
-    if norm_weight is not None and not isinstance(q, Packed):
-        raise ValueError("norm_weight needs a Packed of q, k, v and o")
     of_q, of_k, of_v, *of_o = shapes(operands)
     segment_ids = ids.documents(segment_ids)
     mosaic.check_axes("B T NH DQK", q=of_q)
     check(of_q, of_k, of_v, i, f, initial_state, segment_ids, chunk_size)
     if norm_weight is not None:
-        _check_norm(norm_weight, of_v, *of_o)
+        if not of_o:
+            raise ValueError("norm_weight needs a Packed of q, k, v and o")
+        if of_o[0].shape != of_v.shape:
+            raise ValueError(f"o has shape {of_o[0].shape} but v {of_v.shape}: they must be equal")
+        if norm_weight.shape != of_v.shape[2:]:
+            need = f"(NH, DV) = {of_v.shape[2:]}"
+            raise ValueError(f"norm_weight has shape {norm_weight.shape}, not {need}")
     options = dict(
         gate=gate, normalize=normalize, segment_ids=segment_ids, initial_state=initial_state,
         return_state=return_state, norm_eps=norm_eps, eps=eps, chunk_size=chunk_size,
@@ -127,9 +131,9 @@ def _kernels(
     """The op by the kernels of this form."""
     of_norm = norm_weight, norm_eps, implementation
     if norm_weight is not None and not return_state and initial_state is None:
-        if one_array.fits(operands, *of_norm, form):
+        if chunkwise.gated_fits(operands, *of_norm, form):
             arrays = operands, i, f, norm_weight
-            return one_array.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
+            return chunkwise.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
     options |= dict(form=form, initial_state=initial_state)
     return _before_norm(chunkwise.chunkwise, operands, i, f, *of_norm, return_state, options)
 
@@ -156,7 +160,6 @@ def _before_norm(cell, operands, i, f, weight, eps, implementation, return_state
 
 
 def why_not(operands, *arrays, eps=0.0, **options) -> str | None:
-    """Why the kernels do not support this call, or None."""
     q, _, v, *_ = shapes(operands)
     if eps != 0:
         return f"eps={eps} is not 0, and h is independent of the stabiliser only at 0"
@@ -187,13 +190,6 @@ def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
-
-
-def _check_norm(weight, v, o):
-    if o.shape != v.shape:
-        raise ValueError(f"o has shape {o.shape} but v {v.shape}: they must be equal")
-    if weight.shape != v.shape[2:]:
-        raise ValueError(f"norm_weight has shape {weight.shape}, not (NH, DV) = {v.shape[2:]}")
 
 
 FORMS = (

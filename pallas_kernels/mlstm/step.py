@@ -38,7 +38,6 @@ _SMALL = 16 << 20  # bytes of C
 
 
 def why_not(q, k, v, i, f, state, *, eps: float, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     if eps != 0:
         return f"eps={eps} is not 0"
     if reason := mosaic.unsupported_dtype(q=q):
@@ -79,7 +78,7 @@ def advance(q, k, v, i, f, state, *, gate, normalize, eps):
         ],
         **mosaic.grid(batch=b, head=heads, part=dv // _COLUMNS),
     )
-    c, (h, n, m) = mosaic.in_place_with_results(kernel, c, q, k, v, i, f, n, m)
+    c, (h, n, m) = mosaic.in_place(kernel, c, q, k, v, i, f, n, m, results=True)
     return h, (c, n, m)
 
 

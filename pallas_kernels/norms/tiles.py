@@ -149,7 +149,6 @@ class Tiling(NamedTuple):
 
 
 def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | None:
-    """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
         return reason

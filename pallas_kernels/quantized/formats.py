@@ -212,8 +212,7 @@ def quantize(
     Weights that are not finite make their group NaN.  Raises ValueError for other options, or where
     K is not a multiple of the group.
     """
-    if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
-        raise ValueError(f"w is {w.dtype} {w.shape}, not floating point of two axes (K, N)")
+    mosaic.check_axes("K N", w=w)
     _check_format(w.shape, bits, group, symmetric, format)
     return _quantize(w, bits, group, symmetric, format)
 

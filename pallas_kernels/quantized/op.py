@@ -90,7 +90,6 @@ def _rows(x, weight, bias, *, dtype, kernel=True):
 
 
 def why_not(x, weight, bias=None, **options) -> str | None:
-    """Why the kernel does not support this call, or None."""
     if isinstance(weight, PlainWeight):
         return "the weight is plain, and XLA has cuBLASLt for it"
     if x.dtype != jnp.bfloat16:
@@ -101,7 +100,6 @@ def why_not(x, weight, bias=None, **options) -> str | None:
 
 
 def _check(x, weight, bias):
-    """Raises ValueError for arrays that do not fit."""
     check_packed(weight)
     k, n = weight.shape
     if not x.ndim or x.shape[-1] != k:

@@ -73,6 +73,17 @@ def test_a_weakly_typed_residual_keeps_its_dtype(implementation):
     assert [y.dtype for y in jax.eval_shape(run, x, residual)] == [x.dtype, residual.dtype]
 
 
+@pytest.mark.parametrize("options", [{}, dict(window=1), dict(segment_ids=jnp.array([[0, 1]]))])
+def test_an_infinite_query_is_not_finite_for_a_single_key(options):
+    """A row whose logits are all -inf was taken for one that sees no key, and got zeros."""
+    q = jnp.array([-jnp.inf, 1.0]).reshape(1, 2, 1, 1)
+    run = lambda q: ops.attention(q, jnp.ones(q.shape), jnp.ones(q.shape), **options)
+    y, pull = jax.vjp(run, q)
+    (dq,) = pull(jnp.ones(q.shape))
+    np.testing.assert_array_equal(y.ravel(), [np.nan, 1.0])
+    np.testing.assert_array_equal(np.isnan(dq.ravel()), [True, False])
+
+
 def test_segment_ids_of_queries_and_keys_in_a_list():
     q, k, v = (normal(i, (1, n, 1, 8)) for i, n in enumerate((2, 3, 3)))
     pair = jnp.array([[0, 1]]), jnp.array([[0, 0, 1]])
@@ -98,6 +109,7 @@ ROTARY = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 2, 1, 8)), jnp.arange(2)
         (lambda: ops.row_linear(X[:1], [X], norm_weight=X[0], norm_eps=-1.0), "norm_eps=-1.0 is"),
         (lambda: ops.rope(*ROTARY, scaling=ops.RopeScaling(0.0)), "factor=0.0 is not positive"),
         (lambda: ops.fp8_linear(X, X, row_norm=X[0]), r"row_norm has shape \(16,\), but must be"),
+        (lambda: ops.fp8_linear(X, X, row_norm=-1.0), "row_norm=-1.0 is negative"),
     ],
 )
 def test_what_gave_nan_or_wrong_numbers_is_refused(call, message):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_kernels import dispatch, gelu, layer_norm, rms_norm
+from pallas_kernels import Packed, dispatch, gelu, layer_norm, rms_norm
 from pallas_kernels import explain as module
 from pallas_kernels.explain import explain, main
 
@@ -80,6 +80,27 @@ def test_what_xla_runs_faster_has_no_kernel():
     assert found.decision.why == "faster, as the kernel would pad C=1000 to a multiple of 64"
     assert not found.parts[0].kernels
     assert "kernel    none of ours" in str(found)
+
+
+@on_cpu
+@pytest.mark.parametrize(("d", "runs"), [(64, "hopper"), (72, "cudnn")])
+def test_calls_that_the_benchmark_does_not_have(d, runs):
+    """A Packed had no shape, and JAX traces cuDNN's attention only where there is a cuDNN."""
+    packed = Packed(like("bfloat16", 1, 128, 6 * d), ((2, d),) * 3)
+    found = explain("attention", packed)
+    assert found.decision.runs == runs
+    assert [k.name for k in found.parts[0].kernels] == ["attention_forward"] * (runs == "hopper")
+    assert found.parts[0].bytes == 2 * 128 * 8 * d  # q, k, v and O
+
+
+@on_cpu
+@pytest.mark.parametrize("vocabulary", [4, 1000])
+def test_an_encoder_reads_the_rows_that_it_needs(vocabulary):
+    """Where a table of positions is longer than the text, the benchmark has no such call."""
+    tables = like("float32", vocabulary, 128), like("float32", 20, 128)
+    (part,) = explain("encoder", like("int32", 2, 8), *tables).parts
+    rows = min(vocabulary, 16) + 20 + 16
+    assert part.bytes == 4 * (16 + 128 * rows)
 
 
 def test_a_loop_launches_its_kernels_many_times():

@@ -1,6 +1,7 @@
 """Options of another type than an op's annotation: converted, or refused in one line."""
 
 import inspect
+import re
 import typing
 
 import jax
@@ -64,7 +65,7 @@ def test_what_no_option_is(options, message):
         attention(**options)
 
 
-OPS = [op for op in map(ops.__dict__.get, ops.__all__) if inspect.isfunction(op)]
+OPS = [op for op in (getattr(ops, name) for name in ops.__all__) if inspect.isfunction(op)]
 arrays_of = lambda op: [n for n, p in inspect.signature(op).parameters.items() if "Array" in str(p)]
 
 
@@ -77,6 +78,27 @@ def test_what_no_array_is(op, name):
         refused = rf"^{name}{what}: pass jnp.asarray\({name}"
         with pytest.raises(ValueError, match=refused):
             op(**others | {name: wrong})
+
+
+annotation = lambda op, name: str(inspect.signature(op).parameters[name].annotation)
+FLOATS = [
+    (op, name)
+    for op in OPS
+    for name in arrays_of(op)
+    if "Float[" in annotation(op, name) and name not in ("scale", "row_norm")
+]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int32", "float8_e5m2"])
+@pytest.mark.parametrize(("op", "name"), FLOATS)
+def test_an_array_that_is_not_of_real_numbers_is_refused(op, name, dtype):
+    """An imaginary part was dropped without a word, and JAX's own error named no argument."""
+    others = {other: jnp.ones(2) for other in arrays_of(op)}
+    several = re.search("tuple|Sequence", annotation(op, name))
+    x, at = jnp.ones(2, dtype), "[0]" if several else ""
+    refused = f"^{re.escape(name + at)} is {dtype}: cast it to bfloat16, float16 or float32$"
+    with pytest.raises(ValueError, match=refused):
+        op(**others | {name: (x,) if several else x})
 
 
 def test_a_missing_array_and_what_holds_one():

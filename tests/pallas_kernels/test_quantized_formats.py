@@ -180,7 +180,7 @@ def test_a_damaged_weight_is_refused_in_one_line(message):
         ((128, 64), dict(group=32, format="2:4"), "group=32 is not one of (64, 128, None)"),
         ((128, 64), dict(format="nf4"), "format='nf4' is not one of int, fp8, 2:4"),
         ((128, 64), dict(bits=8, format="fp8", symmetric=False), "fp8 has no offsets"),
-        ((128,), {}, "w is float32 (128,), not floating point of two axes (K, N)"),
+        ((128,), {}, "w has shape (128,), but needs 2 axes: K N"),
     ],
 )
 def test_what_quantize_refuses(shape, given, message):

@@ -172,7 +172,7 @@ def test_integers_are_refused(integer, implementation):
     """The result, which has the weight's or the residual's dtype, was rounded to them."""
     given = dict(weights=[jnp.ones((8, 256))], residual=jnp.ones((1, 8)))
     given[integer] = jax.tree.map(lambda a: a.astype(jnp.int8), given[integer])
-    with pytest.raises(ValueError, match="^an array is int8: cast it"):
+    with pytest.raises(ValueError, match="is int8: cast it"):
         row_linear(jnp.ones((1, 256)), **given, implementation=implementation)
 
 

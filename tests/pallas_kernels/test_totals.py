@@ -93,5 +93,29 @@ def test_a_factor_after_the_loss_is_not_silently_wrong():
         linear_cross_entropy(X, HEAD, LABELS, total=total, transposed=True)
 
 
+W = normal(7, (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: mlp(X, W, W, gate=W, totals=(W, W)),
+            r"float32 \(128, 128\), float32 \(128, 128\)",
+        ),
+        (lambda: mlp(X, W, W, bias=W[0], totals=(W[0], W)), r"float32 \(128,\), float32 \(128, 1"),
+        (lambda: mlp(X, W, W, gate=W, totals=(W, None, W)), r"\[1\] must be an array, not None$"),
+        (lambda: fp8_linear(X, W, total=W.astype(BF16)), r"bfloat16 \(128, 128\), not float32 \(1"),
+        (
+            lambda: linear_cross_entropy(X, W[:9], LABELS, total=W[:8], **SUM),
+            r"float32 \(8, 128\), n",
+        ),
+    ],
+)
+def test_totals_unlike_their_weights_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^totals( are )?{message}"):
+        call()
+
+
 def test_summed_leaves_a_weight_without_a_total_alone():
     assert jax.grad(lambda w: (3 * summed(w, None)).sum())(jnp.ones(2)).tolist() == [3, 3]
