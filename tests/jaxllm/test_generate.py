@@ -19,7 +19,6 @@ from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
-from jaxllm.text import Continuation
 from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
@@ -225,9 +224,6 @@ class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
     special, _bytes = {}, frozenset()
-
-    def continuation(self, prompt):
-        return Continuation(self, prompt)
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
