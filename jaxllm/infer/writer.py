@@ -10,7 +10,7 @@ from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
-from jaxllm.text import Tokenizer
+from jaxllm.text import Continuation, Tokenizer
 
 
 class Writer:
@@ -32,17 +32,6 @@ class Writer:
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.speed = Speed(decode.block_size())
 
-    def check(self, ids: Sequence[int], tokens: int) -> None:
-        """Raises InputError if `tokens` cannot follow a prompt."""
-        if not ids:
-            raise InputError("the prompt has no tokens; give at least one character")
-        self.tokenizer.check(self._weights.config.vocab_size, ids)
-        if self.most is not None and len(ids) + tokens > self.most:
-            raise InputError(
-                f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
-                f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
-            )
-
     def load(self) -> None:
         """Loads the model, before the first text is written."""
         with jax.set_mesh(self._mesh):
@@ -56,7 +45,6 @@ class Writer:
         samples: list[tuple[int, int]],
         texts: list["Text"],
         config: SampleConfig,
-        top_p: float,
         *,
         few_shapes: bool = False,
     ) -> None:
@@ -72,7 +60,6 @@ class Writer:
                 prompts,
                 config,
                 samples=samples,
-                top_p=top_p,
                 float8_cache=self._float8,
                 few_shapes=few_shapes,
             )
@@ -147,8 +134,10 @@ class Text:
         ends: Collection[int],
         live: bool = False,
     ):
-        self._written = tokenizer.continuation(prompt)
-        self.stops, self.ends, self.live = stops, ends, live
+        self._written = Continuation(tokenizer, prompt)
+        self.stops, self.live = stops, live
+        # The name of a special token never becomes text.
+        self.ends = {*ends, *(tokenizer.special[x] for x in stops if x in tokenizer.special)}
         self.text, self.printed, self.done = "", 0, False
         self.count = 0  # tokens, excluding the one that ends the text
 
