@@ -9,7 +9,7 @@ command_line.py  the options of `jaxllm train`, and what all commands share
 """
 
 from jaxllm.config.describe import help_text
-from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message, sampling
+from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
     FORMATS,
     MODEL_CONFIGS,
@@ -59,5 +59,4 @@ __all__ = [
     "load",
     "plain_message",
     "round_up",
-    "sampling",
 ]
