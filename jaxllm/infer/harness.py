@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
-from jaxllm.config import SampleConfig, sampling
+from jaxllm.config import SampleConfig
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer
-from jaxllm.infer.writer import Text
+from jaxllm.infer.writer import Speed, Text
 
 try:
     import lm_eval
@@ -129,17 +130,9 @@ class RunLM(TemplateLM):
             # As "hf" does, texts are decoded without their context.
             written = [Text(self.tokenizer, [], stops, self.tokenizer.ends) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
-                for tokens in stream_tokens(
-                    self.scorer.graph,
-                    self.scorer.params,
-                    rows,
-                    config,
-                    samples=[(i, 0) for i in numbers],
-                ):
-                    for text, token in zip(written, tokens, strict=False):
-                        text.add(int(token))
-                    if all(text.done for text in written):
-                        break
+                model = self.scorer.graph, self.scorer.params
+                samples = [(i, 0) for i in numbers]
+                Speed(1).fill(written, stream_tokens(*model, rows, config, samples=samples))
             for i, text in zip(members, written, strict=True):
                 texts[i] = text.text
         return texts

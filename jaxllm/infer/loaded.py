@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.config import MeshConfig, ModelConfig, sampling
+from jaxllm.config import MeshConfig, ModelConfig
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.models.language_model import LanguageModel

@@ -1,10 +1,11 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
@@ -53,7 +54,6 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            self.speed.begin()
             stream = decode.stream_tokens(
                 self._graph,
                 self._params,
@@ -63,20 +63,13 @@ class Writer:
                 float8_cache=self._float8,
                 few_shapes=few_shapes,
             )
-            for tokens in stream:
-                before = sum(text.count for text in texts)
-                for text, token in zip(texts, tokens, strict=False):
-                    text.add(int(token))
-                self.speed.add(sum(text.count for text in texts) - before)
-                if all(text.done for text in texts):
-                    break
-            self.speed.end()
+            self.speed.fill(texts, stream)
         for text in texts:
             text.finish()
 
 
 class Speed:
-    """Counts tokens, and times those after the first block of each batch.
+    """Fills texts with tokens, counts them, and times those after the first block of each batch.
 
     The first block includes the pass over the prompts and, in the first batch, compilation, so its
     time is not a measure of speed.
@@ -87,25 +80,23 @@ class Speed:
         self.tokens, self.seconds = 0, 0.0  # of all blocks
         self.timed, self.timed_seconds = 0, 0.0  # after the first block
 
-    def begin(self) -> None:
-        """Starts a batch."""
-        self.steps, self.begun, self.clock = 0, time.perf_counter(), None
-
-    def add(self, tokens: int) -> None:
-        """Counts a step: every row has a new token, and `tokens` of them belong to texts."""
-        if self.steps == 1:  # the first block has arrived
-            self.clock = time.perf_counter()
-        if self.steps > self.block:
-            self.timed += tokens
-        self.tokens += tokens
-        self.steps += 1
-
-    def end(self) -> None:
-        """Ends a batch."""
-        now = time.perf_counter()
-        self.seconds += now - self.begun
-        if self.clock is not None:
-            self.timed_seconds += now - self.clock
+    def fill(self, texts: list["Text"], stream: Iterable[np.ndarray]) -> None:
+        """Adds a batch's tokens to `texts`, of which there may be fewer, until all are done."""
+        begun, clock = time.perf_counter(), None
+        for step, tokens in enumerate(stream):
+            if step == 1:  # the first block has arrived
+                clock = time.perf_counter()
+            before = sum(text.count for text in texts)
+            for text, token in zip(texts, tokens, strict=False):
+                text.add(int(token))
+            count = sum(text.count for text in texts) - before
+            self.tokens += count
+            self.timed += count * (step > self.block)
+            if all(text.done for text in texts):
+                break
+        end = time.perf_counter()
+        self.seconds += end - begun
+        self.timed_seconds += end - (clock or end)
 
     def line(self, size: int) -> str:
         """A line with tokens, time and speed; size: texts at once."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxllm.config import LARGEST_BPE, SMALLEST_BPE
+from jaxllm.config.sections import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.text.files import END_OF_TEXT

@@ -103,10 +103,11 @@ class Tokenizer:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of all on which the ids of a text depend, whatever the file's formatting."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+
+    def _content(self, *without: str) -> dict[str, Any]:
         page = json.loads(self._library.to_str())
-        for key in _UNRELATED:
-            page.pop(key, None)
-        return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+        return {key: page[key] for key in page if key not in (*_UNRELATED, *without)}
 
     @property
     def separator(self) -> int | None:
@@ -282,10 +283,7 @@ class Tokenizer:
 
         This one may have further tokens, such as those that only files beside it name.
         """
-        mine, theirs = (json.loads(t._library.to_str()) for t in (self, other))
-        for key in ("added_tokens", *_UNRELATED):
-            mine.pop(key, None)
-            theirs.pop(key, None)
+        mine, theirs = (t._content("added_tokens") for t in (self, other))
         known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
         if mine != theirs or not used.items() <= known.items():
             raise InputError(
