@@ -45,7 +45,12 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
-        print(harness(args))
+        try:
+            from jaxllm.infer.harness import evaluate
+        except ModuleNotFoundError as e:
+            fix = "install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
+            raise InputError(f"--tasks: {e}; {fix}") from e
+        print(evaluate(args))
     else:
         print(validation(args, overrides))
 
@@ -209,15 +214,6 @@ def hellaswag(args: argparse.Namespace) -> str:
         f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
         f" {len(questions):,} questions"
     )
-
-
-def harness(args: argparse.Namespace) -> str:
-    """The result table of lm-evaluation-harness."""
-    try:
-        from jaxllm.infer.harness import evaluate
-    except ModuleNotFoundError as e:
-        raise InputError(f"--tasks: {e}") from e
-    return evaluate(args)
 
 
 def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:

@@ -88,7 +88,8 @@ def checked(args: argparse.Namespace) -> SampleConfig:
     for name in ("tokens", "samples", "batch_size"):
         if not 1 <= getattr(args, name, 1) < 2**31:
             raise InputError(f"--{name}={getattr(args, name)} is not from 1 to {2**31 - 1}")
-    for text in (getattr(args, "prompt", None) or "", *args.stop):
+    said = (getattr(args, name, None) or "" for name in ("prompt", "system"))
+    for text in (*said, *args.stop):
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
@@ -109,19 +110,23 @@ def _run(args: argparse.Namespace) -> None:
 
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
     tokenizer = writer.tokenizer
-    if chats is not None:
-        prompts, texts = [tokenizer.chat(**chat)[0] for chat in chats], [""] * len(chats)
-    else:
-        prompts = [tokenizer.prompt(text) for text in texts]
-    for ids in prompts:
-        check_fits(ids, args.tokens, writer.most)
+    prompts = []
+    for n, text in enumerate(texts):
+        try:
+            ids = tokenizer.prompt(text) if chats is None else tokenizer.chat(**chats[n])[0]
+            check_fits(ids, args.tokens, writer.most)
+        except InputError as e:
+            raise InputError(f"prompt {n + 1}: {e}" if len(texts) > 1 else str(e)) from e
+        prompts.append(ids)
     writer.load()  # before anything is printed
     print(tokenizer.describe(), file=sys.stderr)
-    ends = tokenizer.ends if chats is None else tokenizer.chat_ends
+    ends, shown = tokenizer.ends, texts
+    if chats is not None:
+        ends, shown = tokenizer.chat_ends, [""] * len(texts)
     total = len(prompts) * args.samples
     size = min(args.batch_size, total)
     if total == 1:
-        print(texts[0], end="", flush=True)
+        print(shown[0], end="", flush=True)
     for first in range(0, total, size):
         numbers = range(first, min(first + size, total))
         samples = [divmod(number, args.samples) for number in numbers]
@@ -134,7 +139,7 @@ def _run(args: argparse.Namespace) -> None:
         for (prompt, copy), text in zip(samples, written, strict=False):
             if total > 1:
                 print(f"--- prompt {prompt + 1}, sample {copy + 1}")
-                print(texts[prompt] + text.text, flush=True)
+                print(shown[prompt] + text.text, flush=True)
     if total == 1:
         print(flush=True)
     print(writer.speed.line(size), file=sys.stderr)
@@ -155,7 +160,5 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
             f"--prompts {args.prompts}, conversation {number} is neither a list of messages nor an"
             ' object with one under "messages"; a message is {"role": "user", "content": "..."}'
         )
-    if not isinstance(page.get("tools") or [], list):
-        raise InputError(f"--prompts {args.prompts}, conversation {number}: tools are no list")
     # The others are for the template, but for names that `Tokenizer.chat` has itself.
     return {key: value for key, value in page.items() if key not in ("self", "answer")}

@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import lm_eval
+from datasets.exceptions import DatasetsError
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_table
+from tqdm import tqdm
 
 from jaxllm.config import SampleConfig
 from jaxllm.config.loading import sampling
@@ -20,18 +26,6 @@ from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer
 from jaxllm.infer.writer import Speed, Text
-
-try:
-    import lm_eval
-    from datasets.exceptions import DatasetsError
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_table
-    from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{error}; install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
-    ) from error
 
 TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -163,6 +157,11 @@ def evaluate(args: argparse.Namespace) -> str:
     tasks, own = args.tasks.split(","), args.include_path
     if own is not None and not own.is_dir():
         raise InputError(f"--include_path {own} is not a folder")
+    if args.out is not None:  # found out now, not after hours
+        try:
+            args.out.open("a").close()
+        except OSError as e:
+            raise InputError(f"--out {args.out} cannot be written: {e.strerror}") from e
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _manager(own, tasks)
     model = RunLM(args.checkpoint, args.step, args.batch_size or 16)
@@ -182,10 +181,7 @@ def evaluate(args: argparse.Namespace) -> str:
     if args.out is not None:
         page = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples")}
         page |= {"checkpoint": str(args.checkpoint), "step": model.step}
-        try:
-            args.out.write_text(json.dumps(page, indent=2, default=str), encoding="utf-8")
-        except OSError as e:
-            raise InputError(f"--out {args.out} cannot be written: {e.strerror}") from e
+        args.out.write_text(json.dumps(page, indent=2, default=str), encoding="utf-8")
     return make_table(results).strip()
 
 

@@ -53,7 +53,7 @@ class Tokenizer:
         byte = re.compile("<0x[0-9A-F]{2}>")
         self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
-        before, after = self._around()
+        before, after = self._around(vocabulary)
         only = list(self.special.values()) if len(self.special) == 1 else []
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
@@ -66,7 +66,7 @@ class Tokenizer:
         stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
         stated = stated or _known(self.eos) or self.begin[:1]
         self.ends = frozenset(stated + _known(end))
-        self._entries = entries
+        self._before, self._entries = before, entries
         self._checked([])
 
     @staticmethod
@@ -74,9 +74,9 @@ class Tokenizer:
         """Whether a folder holds a tokenizer, even one that cannot be read."""
         return files.present(folder)
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text, one that has tokens."""
-        for text in ("a", *self._library.get_vocab(with_added_tokens=True)):
+        for text in ("a", *vocabulary):
             found = self._library.encode(text, add_special_tokens=True)
             if 0 in (of_text := found.sequence_ids):
                 end = len(of_text) - of_text[::-1].index(0)
@@ -117,8 +117,8 @@ class Tokenizer:
     def describe(self) -> str:
         """What begins and ends a text, in a line."""
         name = self._name
-        prefix = self._library.encode("", add_special_tokens=True).ids
-        begins = f"begins with {' '.join(map(name, prefix))}" if prefix else "has no first token"
+        before = " ".join(map(name, self._before))
+        begins = f"begins with {before}" if before else "has no first token"
         if not self.ends:
             return (
                 f"text: {begins}; no file beside {self.path} names a token that ends it:"

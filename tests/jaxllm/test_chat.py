@@ -108,8 +108,9 @@ def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp
         ("[]", "conversation 2 is neither a list of messages"),
         ('{"messages": "x"}', "conversation 2 is neither a list of messages"),
         ("[3]", "conversation 2 is neither a list of messages"),
-        ('[{"role": "tool"}]', "the chat template refuses the conversation"),
-        ('{"messages": [{}], "tools": "x"}', "conversation 2: tools are no list"),
+        ('[{"role": "tool"}]', "error: prompt 2: the chat template refuses the conversation"),
+        ('{"messages": [{}], "tools": "x"}', "prompt 2: tools must be a list of objects"),
+        ('{"messages": [{}], "tools": 5}', "prompt 2: tools must be a list of objects"),
     ],
 )
 def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):

@@ -106,6 +106,7 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
         ("--tasks nothing --include_path tasks", "--tasks nothing is not a task"),
         ("--tasks toy_choice", "--tasks toy_choice is not a task"),
         ("--tasks toy_choice --include_path none", "--include_path none is not a folder"),
+        ("--tasks nothing --out no/a.json", "--out no/a.json cannot be written: No such file"),
     ):
         assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
         assert capsys.readouterr().err.startswith(f"error: {named}")

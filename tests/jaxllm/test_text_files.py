@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
@@ -94,6 +95,8 @@ def test_what_surrounds_a_text_is_found_whatever_the_alphabet(around, tmp_path):
     assert tokenizer.begin == list(around[:1])
     assert tokenizer.finish == ([1] if around == (0, 1) else [])
     assert tokenizer.ends == set(around[-1:])
+    begins = "begins with <s>" if 0 in around else "has no first token"
+    assert re.match(f"text: {begins}[,;]", tokenizer.describe())
 
 
 def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
@@ -222,7 +225,7 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
     page = {"chat_template": named(tool_use="b", rag="c")}
     with pytest.raises(InputError, match="chat template named default, only tool_use, rag: put"):
         folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
-    with pytest.raises(InputError, match=r"tools must hold objects \(JSON schemas\), not '{}'$"):
+    with pytest.raises(InputError, match=r"tools must be a list of objects .*, not \['{}'\]$"):
         tokenizer.chat(messages, tools=["{}"])
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
     for template in bad:
