@@ -25,12 +25,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
-    args = _parser().parse_args(argv)
-    args.config = checked(args)
-    return args
-
-
-def _parser() -> Parser:
     parser = Parser(prog="jaxllm generate", description=__doc__.partition(": ")[0] + ".")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="the text to continue")
@@ -46,7 +40,9 @@ def _parser() -> Parser:
     parser.add_argument("--samples", default=1, help="texts per prompt")
     parser.add_argument("--batch_size", default=32, help="texts to compute at once")
     add_options(parser, tokens=200)
-    return parser
+    args = parser.parse_args(argv)
+    args.config = checked(args)
+    return args
 
 
 def add_checkpoint(parser: Parser) -> None:

@@ -49,21 +49,18 @@ class RunLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text; as in "hf", its name also ends what the model writes."""
-        return self._first(self.tokenizer.eos, *sorted(self.tokenizer.ends))
+        eos, ends = self.tokenizer.eos, sorted(self.tokenizer.ends)
+        if eos is None and not ends:
+            raise InputError(
+                f"no file beside {self.tokenizer.path} names a token that begins or ends a text;"
+                " set eos_token in its tokenizer_config.json"
+            )
+        return ends[0] if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token that precedes an empty context and the texts of loglikelihood_rolling."""
-        return self._first(self.tokenizer.bos, self.eot_token_id)
-
-    def _first(self, *ids: int | None) -> int:
-        for i in ids:
-            if i is not None:
-                return i
-        raise InputError(
-            f"no file beside {self.tokenizer.path} names a token that begins or ends a text; set"
-            " eos_token in its tokenizer_config.json"
-        )
+        return self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text; add_special_tokens=False omits what the post-processor adds.

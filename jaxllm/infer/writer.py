@@ -11,7 +11,9 @@ from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
-from jaxllm.text import Continuation, Tokenizer
+from jaxllm.text import Tokenizer
+
+_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 
 
 class Writer:
@@ -111,44 +113,57 @@ class Speed:
 
 
 class Text:
-    """The text of one row, decoded token by token up to a stop string or a token of `ends`.
+    """The text after a prompt, token by token, up to a stop string or a token of `ends`.
 
-    prompt: the ids before it.
+    text: decode(prompt + ids) without decode(prompt).
+    certain: its length that further tokens cannot change; stop strings may shorten it.
+    count: its tokens, without the one that ends it.
     live: print text as soon as it is certain: whole characters that cannot begin a stop string.
+    Only the last tokens are decoded again, with those before them, on which spaces depend.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        stops: list[str],
-        ends: Collection[int],
+        stops: Sequence[str] = (),
+        ends: Collection[int] = (),
         live: bool = False,
     ):
-        self._written = Continuation(tokenizer, prompt)
+        special = tokenizer.special  # their names never become text, so as stops they are ids
+        self._tokenizer, self._hidden = tokenizer, frozenset(special.values())
+        self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
+        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
+        self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
         self.stops, self.live = stops, live
-        # The name of a special token never becomes text.
-        self.ends = {*ends, *(tokenizer.special[x] for x in stops if x in tokenizer.special)}
-        self.text, self.printed, self.done = "", 0, False
-        self.count = 0  # tokens, excluding the one that ends the text
+        self.text, self.certain, self.printed, self.count, self.done = "", 0, 0, 0, False
 
     def add(self, token: int) -> None:
         """Appends a token; does nothing if the text is done."""
-        if self.done:
-            return
-        if token in self.ends:
+        if self.done or token in self._ends:
             self.done = True
             return
         self.count += 1
-        self._written.add(token)
-        self.text = self._written.text
+        if token in self._hidden:
+            return
+        self._decode(token)
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
             return
-        certain = self.text[: self._written.certain]
+        certain = self.text[: self.certain]
         withheld = max((_overlap(certain, stop) for stop in self.stops), default=0)
         self._show(len(certain) - withheld)
+
+    def _decode(self, token: int) -> None:
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[: self._known])
+        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
+        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
+        unfinished = self.text.endswith("\N{REPLACEMENT CHARACTER}")
+        if not unfinished and token not in self._tokenizer._bytes:
+            self._ids, self._begins = self._ids[-_TAIL:], self.text
+            self._known, self.certain = len(self._ids), len(self.text)
 
     def finish(self) -> None:
         """Prints the text that was withheld."""

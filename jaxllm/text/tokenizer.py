@@ -14,7 +14,6 @@ from jaxllm.errors import InputError
 from jaxllm.text import files
 from jaxllm.text.chat import render
 
-_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 _CONTEXT = 16  # characters before a cut that are encoded again with what follows
 AROUND = 512  # characters on each side of a cut that are encoded to test it
 _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
@@ -324,35 +323,3 @@ class Tokenizer:
 def _known(i: int | None) -> list[int]:
     """The id in a list, which is empty for None."""
     return [] if i is None else [i]
-
-
-class Continuation:
-    """The text that follows a prompt, token by token: decode(prompt + ids) without decode(prompt).
-
-    text: all of it.  certain: its length that further tokens cannot change.
-    Only the last tokens are decoded again, with those before them, on which spaces depend.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._hidden = frozenset(tokenizer.special.values())
-        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
-        self._known = len(self._ids)  # tokens before `_begins`
-        self._begins = ""
-        self.text, self.certain = "", 0
-
-    def add(self, token: int) -> None:
-        """Appends a token."""
-        if token in self._hidden:
-            return
-        self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[: self._known])
-        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
-        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
-        if (
-            not self.text.endswith("\N{REPLACEMENT CHARACTER}")
-            and token not in self._tokenizer._bytes
-        ):
-            self._ids, self._begins = self._ids[-_TAIL:], self.text
-            self._known = len(self._ids)
-            self.certain = len(self.text)
