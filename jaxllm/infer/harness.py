@@ -185,14 +185,12 @@ def evaluate(args: argparse.Namespace) -> str:
 def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
     """A manager that knows all of `tasks`; indexes the harness's own thousands only if needed."""
     own = str(include_path) if include_path else None
-    manager = TaskManager(include_path=own, include_defaults=False)
-    unknown = [name for name in tasks if not manager.match_tasks([name])]
-    if unknown:
-        manager = TaskManager(include_path=own)
-        unknown = [name for name in unknown if not manager.match_tasks([name])]
-    if unknown:
-        raise InputError(
-            f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"
-            f" --include_path={own}; `lm-eval ls tasks` lists its tasks"
-        )
-    return manager
+    for options in ({"include_defaults": False}, {}):
+        manager = TaskManager(include_path=own, **options)
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise InputError(
+        f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"
+        f" --include_path={own}; `lm-eval ls tasks` lists its tasks"
+    )

@@ -220,15 +220,6 @@ def ids(value: Any) -> list[int]:
     return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
 
 
-def copy(path: Path, library: tokenizers.Tokenizer, pages: Pages, target: Path) -> None:
-    """Writes a tokenizer.json and its companions to a folder."""
-    target.mkdir(parents=True, exist_ok=True)
-    whole = path.read_bytes() if path.exists() else library.to_str(pretty=True).encode()
-    write_whole(target / TOKENIZER, whole)
-    if path.name == TOKENIZER:
-        copy_companions(path.parent, target)
-
-
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
     for name in COMPANIONS:

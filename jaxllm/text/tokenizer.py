@@ -292,7 +292,12 @@ class Tokenizer:
 
     def copy_to(self, folder: Path) -> None:
         """Writes the tokenizer.json and what belongs to it, for a run."""
-        files.copy(self.path, self._library, self._pages, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = not self.path.exists()  # of vocab.json and merges.txt
+        whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
+        files.write_whole(folder / files.TOKENIZER, whole)
+        if self.path.name == files.TOKENIZER:
+            files.copy_companions(self.folder, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Writes the files for transformers; returns the token ids for its config.json.
