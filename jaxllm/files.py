@@ -63,6 +63,21 @@ def read_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def read_lines(path: Path, what: str) -> list[tuple[int, str]]:
+    """The lines of a text file that are not blank, with their numbers; raises InputError.
+
+    what: the option that names the file.
+    """
+    try:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what} {path} cannot be read: {error}") from error
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise InputError(f"{what} {path} has no line of text")
+    return found
+
+
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """Reads a JSON object, {} for a missing file that is optional; raises InputError."""
     try:

@@ -27,7 +27,7 @@ CHANGEABLE = frozenset(
     model.remat data.prefetch data.cache_dir data.path data.val_path
     mesh.data mesh.fsdp mesh.context mesh.tensor
     mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
-    sample.temperature sample.top_k sample.seed profile.steps
+    sample.temperature sample.top_k sample.top_p sample.seed profile.steps
     """.split()
 )
 

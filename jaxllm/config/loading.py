@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxllm.config import yaml_text
 from jaxllm.config.model import MODEL_CONFIGS, Section
-from jaxllm.config.sections import Config
+from jaxllm.config.sections import Config, SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.files import read_text
 
@@ -72,6 +72,14 @@ def keys(model_type: str) -> dict[str, Any]:
     for name, field in Config.model_fields.items():
         walk(f"{name}.", MODEL_CONFIGS[model_type] if name == "model" else field.annotation)
     return found
+
+
+def sampling(mark: str = "", **options: Any) -> SampleConfig:
+    """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
+    try:
+        return SampleConfig(**options)
+    except ValidationError as e:
+        raise InputError(mark + _one_line(e, Path())) from e
 
 
 def _find(name_or_path: str) -> Path:

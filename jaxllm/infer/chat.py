@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError, error_line
-from jaxllm.infer.generate import add_options, check, sampling
+from jaxllm.infer.generate import add_options, checked
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     add_options(parser, tokens=1024)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     args = parser.parse_args(argv)
-    check(args)
+    args.config = checked(args)
     return args
 
 
@@ -34,7 +34,6 @@ def _run(args: argparse.Namespace) -> None:
 
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
     chat = Chat(args, writer)
-    chat.check()
     writer.load()  # before anything is printed
     print(writer.tokenizer.describe(), file=sys.stderr)
     ask = _line_reader()
@@ -66,49 +65,48 @@ class Chat:
         self.reset(args.system)
 
     def reset(self, system: str | None) -> None:
-        """Begins a new conversation."""
-        self._system = system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        """Begins a new conversation.
 
-    def check(self) -> None:
-        """Raises InputError if there is no chat template, or it refuses the system message."""
-        self._writer.tokenizer.chat([*self.messages, {"role": "user", "content": "a"}])
+        Raises InputError if there is no chat template, or it refuses the system message.
+        """
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        self._writer.tokenizer.chat([*messages, {"role": "user", "content": "a"}])
+        self._system, self.messages = system, messages
 
     def say(self, line: str) -> None:
-        """Obeys a command, or prints the answer to a message."""
+        """Obeys a command, or prints the answer to a message; after an error all is as before."""
         word, _, rest = line.partition(" ")
-        if word == "/reset":
-            self.reset(self._system)
-        elif word == "/system":
-            self.reset(rest.strip() or None)
-        elif word.startswith("/"):
-            error_line(f"unknown command {word}; /reset, /system TEXT, Ctrl-D ends the chat")
-        else:
-            self._answer(line)
+        try:
+            if word == "/reset":
+                self.reset(self._system)
+            elif word == "/system":
+                self.reset(rest.strip() or None)
+            elif word.startswith("/"):
+                raise InputError(
+                    f"unknown command {word}; /reset, /system TEXT, Ctrl-D ends the chat"
+                )
+            else:
+                self._answer(line)
+        except InputError as error:
+            error_line(str(error))
 
     def _answer(self, line: str) -> None:
         from jaxllm.infer.writer import Text
 
-        writer, tokenizer = self._writer, self._writer.tokenizer
+        writer, tokenizer, config = self._writer, self._writer.tokenizer, self._args.config
         messages = [*self.messages, {"role": "user", "content": line}]
-        config = sampling(self._args)
-        try:
-            ids, _ = tokenizer.chat(messages)
-            room = config.tokens if writer.most is None else writer.most - len(ids)
+        ids, _ = tokenizer.chat(messages)
+        if writer.most is not None:
+            room = writer.most - len(ids)
             if room < 1:
                 raise InputError(
                     f"the conversation's {len(ids)} tokens fill model.max_seq_len={writer.most};"
                     " /reset begins a new one"
                 )
             config = config.model_copy(update={"tokens": min(config.tokens, room)})
-            writer.check(ids, config.tokens)
-        except InputError as error:  # the conversation stays as it was
-            error_line(str(error))
-            return
         text = Text(tokenizer, ids, self._args.stop, tokenizer.chat_ends, live=True)
         try:
-            number = [(self._answers, 0)]
-            writer.write([ids], number, [text], config, self._args.top_p, few_shapes=True)
+            writer.write([ids], [(self._answers, 0)], [text], config, few_shapes=True)
         except KeyboardInterrupt:
             text.finish()
         print(flush=True)

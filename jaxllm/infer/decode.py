@@ -56,9 +56,8 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
             " tokenizer.json that encoded the data there"
         )
     run = getattr(weights, "run", None)  # weights of others have none
-    tokenizer = Tokenizer(folder, end_token=None if run is None else run.data.end_token)
-    tokenizer.check(weights.config.vocab_size)
-    return tokenizer
+    end_token = None if run is None else run.data.end_token
+    return Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
 
 
 def load_model(
@@ -100,6 +99,17 @@ def most_tokens(config: ModelConfig) -> int | None:
     return None if config.type == "vlstm" else config.max_seq_len
 
 
+def check_fits(ids: Sequence[int], tokens: int, most: int | None) -> None:
+    """Raises InputError unless `tokens` can follow a prompt; most: as of `most_tokens`."""
+    if not ids:
+        raise InputError("the prompt has no tokens; give at least one character")
+    if most is not None and len(ids) + tokens > most:
+        raise InputError(
+            f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
+            f" model.max_seq_len={most}; shorten the prompt or lower --tokens"
+        )
+
+
 def generate(
     graph: nnx.GraphDef,
     params: nnx.State,
@@ -135,7 +145,6 @@ def stream_tokens(
     config: SampleConfig,
     *,
     samples: Sequence[tuple[int, int]] | None = None,
-    top_p: float = 1.0,
     float8_cache: bool = False,
     few_shapes: bool = False,
 ) -> Iterator[np.ndarray]:
@@ -161,7 +170,7 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    options = (float8_cache, config.temperature, config.top_k, top_p)
+    options = (float8_cache, config.temperature, config.top_k, config.top_p)
     first, further = _programs(graph, slots, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,8 @@ from jaxllm.config.command_line import Parser, check_exists, exit_status, read_o
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import InputError
-from jaxllm.files import read_text
+from jaxllm.files import read_lines
+from jaxllm.infer.generate import add_checkpoint
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
@@ -45,7 +45,12 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
-        print(harness(args))
+        try:
+            from jaxllm.infer.harness import evaluate
+        except ModuleNotFoundError as e:
+            fix = "install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
+            raise InputError(f"--tasks: {e}; {fix}") from e
+        print(evaluate(args))
     else:
         print(validation(args, overrides))
 
@@ -56,14 +61,7 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         description=__doc__.partition("\n\n")[2],
         epilog="--data.KEY VALUE works as in jaxllm train; see jaxllm train --help",
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a run's directory, or a folder that jaxllm convert --quantize made",
-    )
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    add_checkpoint(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
@@ -208,8 +206,7 @@ def hellaswag(args: argparse.Namespace) -> str:
         for ending in endings:
             ids = tokenizer.prompt(f"{context} {ending}")
             rows.append((ids, max(len(ids) - begins, 1)))
-    with progress_bar("scoring", len(rows), size=False) as done:
-        scores = Scorer(weights, args.batch_size or 16)(rows, lambda batches: shown(batches, done))
+    scores = Scorer(weights, args.batch_size or 16)(rows)
     scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
     characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])
     right = np.array([label for *_, label in questions])
@@ -220,47 +217,15 @@ def hellaswag(args: argparse.Namespace) -> str:
     )
 
 
-def shown(batches: range, done: Callable[[int], None]) -> Iterator[int]:
-    """Goes through `batches`, and says after each how much is done."""
-    for first in batches:
-        yield first
-        done(first + batches.step)
-
-
-def harness(args: argparse.Namespace) -> str:
-    """The result table of lm-evaluation-harness."""
-    try:
-        from jaxllm.infer.harness import evaluate
-    except ModuleNotFoundError as e:
-        raise InputError(f"--tasks: {e}") from e
-    return evaluate(
-        args.checkpoint,
-        args.tasks.split(","),
-        step=args.step,
-        include_path=args.include_path,
-        shots=args.shots,
-        limit=args.limit,
-        batch_size=args.batch_size or 16,
-        out=args.out,
-    )
-
-
 def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
     """(context, endings, index of the right one) of every line.
 
     Raises InputError with the line number.
     """
-    questions = []
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as e:
-        raise InputError(f"--hellaswag {path} cannot be read: {e}") from e
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            questions.append(_question(line, f"--hellaswag {path}, line {number}"))
-    if not questions:
-        raise InputError(f"--hellaswag {path} holds no question")
-    return questions
+    return [
+        _question(line, f"--hellaswag {path}, line {number}")
+        for number, line in read_lines(path, "--hellaswag")
+    ]
 
 
 def _question(line: str, where: str) -> tuple[str, list[str], int]:

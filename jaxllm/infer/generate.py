@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxllm.config import SampleConfig
 from jaxllm.config.command_line import Parser, check_exists, exit_status
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
-from jaxllm.files import read_text
+from jaxllm.files import read_lines
+
+SETTINGS = ("temperature", "top_k", "top_p", "seed")  # as in the section `sample`
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,12 +25,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
-    args = _parser().parse_args(argv)
-    check(args)
-    return args
-
-
-def _parser() -> Parser:
     parser = Parser(prog="jaxllm generate", description=__doc__.partition(": ")[0] + ".")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="the text to continue")
@@ -42,11 +40,13 @@ def _parser() -> Parser:
     parser.add_argument("--samples", default=1, help="texts per prompt")
     parser.add_argument("--batch_size", default=32, help="texts to compute at once")
     add_options(parser, tokens=200)
-    return parser
+    args = parser.parse_args(argv)
+    args.config = checked(args)
+    return args
 
 
-def add_options(parser: Parser, tokens: int) -> None:
-    """Adds what generate and chat share; tokens: the default of --tokens."""
+def add_checkpoint(parser: Parser) -> None:
+    """Adds the options that name a model."""
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -55,21 +55,15 @@ def add_options(parser: Parser, tokens: int) -> None:
         help="a run's directory, or a folder that jaxllm convert --quantize made",
     )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+
+
+def add_options(parser: Parser, tokens: int) -> None:
+    """Adds what generate and chat share; tokens: the default of --tokens."""
+    add_checkpoint(parser)
     parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
-    parser.add_argument(
-        "--temperature", default=0.8, help="0: always the most likely token; higher: more random"
-    )
-    parser.add_argument(
-        "--top_k", default=50, metavar="K", help="sample among the K most likely tokens; 0: all"
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample among the most likely tokens with total probability P (default: 1, all)",
-    )
-    parser.add_argument("--seed", default=0, help="seed of the sampling")
+    for name in SETTINGS:
+        field = SampleConfig.model_fields[name]
+        parser.add_argument(f"--{name}", default=field.default, help=field.description)
     parser.add_argument(
         "--kv_cache_dtype",
         choices=("auto", "float8"),
@@ -81,48 +75,54 @@ def add_options(parser: Parser, tokens: int) -> None:
         action="append",
         default=[],
         metavar="STRING",
-        help="end a text before this string; may be repeated",
+        help="end a text before this string, or at this special token; may be repeated",
     )
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises InputError for a number out of its range or a text that cannot be encoded."""
-    limits = dict.fromkeys(("tokens", "samples", "batch_size"), (1, 2**31 - 1))
-    limits |= {"temperature": (0, 1e300), "top_k": (0, 2**31 - 1), "top_p": (0, 1)}
-    limits["seed"] = 0, 2**32 - 1
-    for name, (least, most) in limits.items():
-        value = getattr(args, name, least)
-        if not least <= value <= most:
-            raise InputError(f"--{name}={value} is not from {least} to {most}")
-    for text in (getattr(args, "prompt", None) or "", *args.stop):
+def checked(args: argparse.Namespace) -> SampleConfig:
+    """How tokens are chosen; raises InputError for a bad number or text that is not UTF-8."""
+    for name in ("tokens", "samples", "batch_size"):
+        if not 1 <= getattr(args, name, 1) < 2**31:
+            raise InputError(f"--{name}={getattr(args, name)} is not from 1 to {2**31 - 1}")
+    said = (getattr(args, name, None) or "" for name in ("prompt", "system"))
+    for text in (*said, *args.stop):
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return sampling("--", tokens=args.tokens, **settings)
 
 
 def _run(args: argparse.Namespace) -> None:
-    texts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    texts = [args.prompt]
+    if args.prompts is not None:
+        texts = [line for _, line in read_lines(args.prompts, "--prompts")]
     chats = [_conversation(args, text, n) for n, text in enumerate(texts, 1)] if args.chat else None
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
+    from jaxllm.infer.decode import check_fits
     from jaxllm.infer.writer import Text, Writer
 
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
     tokenizer = writer.tokenizer
-    if chats is not None:
-        prompts, texts = [tokenizer.chat(**chat)[0] for chat in chats], [""] * len(chats)
-    else:
-        prompts = [tokenizer.prompt(text) for text in texts]
-    for ids in prompts:
-        writer.check(ids, args.tokens)
+    prompts = []
+    for n, text in enumerate(texts):
+        try:
+            ids = tokenizer.prompt(text) if chats is None else tokenizer.chat(**chats[n])[0]
+            check_fits(ids, args.tokens, writer.most)
+        except InputError as e:
+            raise InputError(f"prompt {n + 1}: {e}" if len(texts) > 1 else str(e)) from e
+        prompts.append(ids)
     writer.load()  # before anything is printed
     print(tokenizer.describe(), file=sys.stderr)
-    ends = tokenizer.ends if chats is None else tokenizer.chat_ends
+    ends, shown = tokenizer.ends, texts
+    if chats is not None:
+        ends, shown = tokenizer.chat_ends, [""] * len(texts)
     total = len(prompts) * args.samples
     size = min(args.batch_size, total)
     if total == 1:
-        print(texts[0], end="", flush=True)
+        print(shown[0], end="", flush=True)
     for first in range(0, total, size):
         numbers = range(first, min(first + size, total))
         samples = [divmod(number, args.samples) for number in numbers]
@@ -131,23 +131,14 @@ def _run(args: argparse.Namespace) -> None:
         written = [
             Text(tokenizer, row, args.stop, ends, live=total == 1) for row in rows[: len(numbers)]
         ]
-        writer.write(rows, samples, written, sampling(args), args.top_p)
+        writer.write(rows, samples, written, args.config)
         for (prompt, copy), text in zip(samples, written, strict=False):
             if total > 1:
                 print(f"--- prompt {prompt + 1}, sample {copy + 1}")
-                print(texts[prompt] + text.text, flush=True)
+                print(shown[prompt] + text.text, flush=True)
     if total == 1:
         print(flush=True)
     print(writer.speed.line(size), file=sys.stderr)
-
-
-def sampling(args: argparse.Namespace):
-    """The settings of how tokens are chosen."""
-    from jaxllm.config import SampleConfig
-
-    return SampleConfig(
-        tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-    )
 
 
 def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str, Any]:
@@ -165,18 +156,5 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
             f"--prompts {args.prompts}, conversation {number} is neither a list of messages nor an"
             ' object with one under "messages"; a message is {"role": "user", "content": "..."}'
         )
-    if not isinstance(page.get("tools") or [], list):
-        raise InputError(f"--prompts {args.prompts}, conversation {number}: tools are no list")
     # The others are for the template, but for names that `Tokenizer.chat` has itself.
     return {key: value for key, value in page.items() if key not in ("self", "answer")}
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as e:
-        raise InputError(f"--prompts {path} cannot be read: {e}") from e
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f"--prompts {path} holds no prompt")
-    return prompts

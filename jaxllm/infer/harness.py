@@ -6,30 +6,26 @@ Texts are tokenized as in the harness's "hf" model, so a run gets the same numbe
 by jaxllm convert.
 """
 
+import argparse
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import jax
+import lm_eval
+from datasets.exceptions import DatasetsError
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_table
+from tqdm import tqdm
 
 from jaxllm.config import SampleConfig
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer
-from jaxllm.infer.writer import Text
-
-try:
-    import lm_eval
-    from datasets.exceptions import DatasetsError
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_table
-    from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{error}; install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
-    ) from error
+from jaxllm.infer.writer import Speed, Text
 
 TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -53,21 +49,18 @@ class RunLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text; as in "hf", its name also ends what the model writes."""
-        return self._first(self.tokenizer.eos, *sorted(self.tokenizer.ends))
+        eos, ends = self.tokenizer.eos, sorted(self.tokenizer.ends)
+        if eos is None and not ends:
+            raise InputError(
+                f"no file beside {self.tokenizer.path} names a token that begins or ends a text;"
+                " set eos_token in its tokenizer_config.json"
+            )
+        return ends[0] if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token that precedes an empty context and the texts of loglikelihood_rolling."""
-        return self._first(self.tokenizer.bos, self.eot_token_id)
-
-    def _first(self, *ids: int | None) -> int:
-        for i in ids:
-            if i is not None:
-                return i
-        raise InputError(
-            f"no file beside {self.tokenizer.path} names a token that begins or ends a text; set"
-            " eos_token in its tokenizer_config.json"
-        )
+        return self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text; add_special_tokens=False omits what the post-processor adds.
@@ -80,11 +73,10 @@ class RunLM(TemplateLM):
         encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
         return encode(string)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
-        rows = [(context + answer, len(answer)) for _, context, answer in requests]
-        return self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
+    def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+        return self.scorer([(context + answer, len(answer)) for _, context, answer in requests])
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests, **_) -> list[float]:
         """Log-likelihoods of whole texts, in windows of model.max_seq_len."""
         rows, texts = [], []  # windows, and the index of each one's text
         for number, request in enumerate(requests):
@@ -96,14 +88,14 @@ class RunLM(TemplateLM):
                 rows.append(([*context, targets[-1]], len(targets)))
                 texts.append(number)
         sums = [0.0] * len(requests)
-        scores = self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
-        for number, (score, _) in zip(texts, scores, strict=True):
+        for number, (score, _) in zip(texts, self.scorer(rows), strict=True):
             sums[number] += score
         return sums
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a stop string or the end of the document."""
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        encoded = (self.tok_encode(request.args[0]) for request in requests)
+        prompts = [ids or [self.prefix_token_id] for ids in encoded]
         kinds: dict[str, list[int]] = {}  # {generation settings: indices of their requests}
         for i, request in enumerate(requests):
             kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
@@ -114,7 +106,7 @@ class RunLM(TemplateLM):
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
         for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
-            config, stops, top_p = _sampling(json.loads(kind))
+            config, stops = _sampling(json.loads(kind))
             stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
@@ -129,101 +121,76 @@ class RunLM(TemplateLM):
             # As "hf" does, texts are decoded without their context.
             written = [Text(self.tokenizer, [], stops, self.tokenizer.ends) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
-                for tokens in stream_tokens(
-                    self.scorer.graph,
-                    self.scorer.params,
-                    rows,
-                    config,
-                    samples=[(i, 0) for i in numbers],
-                    top_p=top_p,
-                ):
-                    for text, token in zip(written, tokens, strict=False):
-                        text.add(int(token))
-                    if all(text.done for text in written):
-                        break
+                model = self.scorer.graph, self.scorer.params
+                samples = [(i, 0) for i in numbers]
+                Speed(1).fill(written, stream_tokens(*model, rows, config, samples=samples))
             for i, text in zip(members, written, strict=True):
                 texts[i] = text.text
         return texts
 
 
-def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str], float]:
-    """(sampling settings, stop strings, top_p) of a task's generation_kwargs."""
-    options = dict(options)
-    stops = options.pop("until", None) or []
+def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str]]:
+    """The settings and the stop strings of a task's generation_kwargs."""
+    options = {name: value for name, value in options.items() if value is not None}
+    stops = options.pop("until", [])
     limits = [options.pop(name) for name in _LIMITS if name in options]
-    temperature = float(options.pop("temperature", 0))
-    if options.pop("do_sample", temperature > 0) is False:
-        temperature = 0.0
-    top_k, top_p = int(options.pop("top_k", 0)), float(options.pop("top_p", 1))
-    if options:
+    if not options.pop("do_sample", True):
+        options["temperature"] = 0
+    kinds = {"tokens": int, "temperature": float, "top_k": int, "top_p": float}
+    # "hf" is greedy without a temperature; transformers' top_k is 50.
+    given = {"tokens": (limits or [TOKENS])[0], "temperature": 0, "top_k": 50} | options
+    if unknown := options.keys() - set(kinds):
         raise InputError(
-            f"generation_kwargs: {min(options)} is not supported; only until,"
+            f"generation_kwargs: {min(unknown)} is not supported; only until,"
             f" {', '.join(_LIMITS)}, do_sample, temperature, top_k and top_p"
         )
-    config = SampleConfig(
-        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k
-    )
     stops = [stops] if isinstance(stops, str) else stops
-    return config, [s for s in stops if s], top_p
+    settings = {name: kinds[name](value) for name, value in given.items()}
+    return sampling("generation_kwargs: ", **settings), [s for s in stops if s]
 
 
-def evaluate(
-    checkpoint: str | Path,
-    tasks: list[str],
-    *,
-    step: int | None = None,
-    include_path: Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
-    out: Path | None = None,
-) -> str:
-    """Runs tasks of the harness, or of YAML files under include_path; returns the result table.
-
-    shots: solved examples before each question.
-    limit: questions per task.
-    out: a file for all results, as JSON.
-    Raises InputError for bad input.
-    """
-    if include_path is not None and not include_path.is_dir():
-        raise InputError(f"--include_path {include_path} is not a folder")
+def evaluate(args: argparse.Namespace) -> str:
+    """The result table of jaxllm evaluate --tasks; raises InputError for bad input."""
+    tasks, own = args.tasks.split(","), args.include_path
+    if own is not None and not own.is_dir():
+        raise InputError(f"--include_path {own} is not a folder")
+    if args.out is not None:  # found out now, not after hours
+        try:
+            args.out.open("a").close()
+        except OSError as e:
+            raise InputError(f"--out {args.out} cannot be written: {e.strerror}") from e
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = _manager(include_path, tasks)
-    model = RunLM(checkpoint, step, batch_size)
+    manager = _manager(own, tasks)
+    model = RunLM(args.checkpoint, args.step, args.batch_size or 16)
     try:
         results = lm_eval.simple_evaluate(
             model=model,
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
+            tasks=tasks,
+            num_fewshot=args.shots,
+            limit=args.limit,
             task_manager=manager,
             log_samples=False,
         )
     except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
         words = " ".join(str(e).split())[:300]
-        raise InputError(f"--tasks {','.join(tasks)}: {type(e).__name__}: {words}") from e
+        raise InputError(f"--tasks {args.tasks}: {type(e).__name__}: {words}") from e
     assert results is not None  # the harness returns None only on other ranks
-    if out is not None:
+    if args.out is not None:
         page = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples")}
-        page |= {"checkpoint": str(checkpoint), "step": model.step}
-        try:
-            out.write_text(json.dumps(page, indent=2, default=str), encoding="utf-8")
-        except OSError as e:
-            raise InputError(f"--out {out} cannot be written: {e.strerror}") from e
+        page |= {"checkpoint": str(args.checkpoint), "step": model.step}
+        args.out.write_text(json.dumps(page, indent=2, default=str), encoding="utf-8")
     return make_table(results).strip()
 
 
 def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
     """A manager that knows all of `tasks`; indexes the harness's own thousands only if needed."""
     own = str(include_path) if include_path else None
-    manager = TaskManager(include_path=own, include_defaults=False)
-    unknown = [name for name in tasks if not manager.match_tasks([name])]
-    if unknown:
-        manager = TaskManager(include_path=own)
-        unknown = [name for name in unknown if not manager.match_tasks([name])]
-    if unknown:
-        raise InputError(
-            f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"
-            f" --include_path={own}; `lm-eval ls tasks` lists its tasks"
-        )
-    return manager
+    for options in ({"include_defaults": False}, {}):
+        manager = TaskManager(include_path=own, **options)
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise InputError(
+        f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"
+        f" --include_path={own}; `lm-eval ls tasks` lists its tasks"
+    )

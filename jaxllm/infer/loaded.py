@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.config import MeshConfig, ModelConfig, SampleConfig
+from jaxllm.config import MeshConfig, ModelConfig
+from jaxllm.config.loading import sampling
+from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
@@ -28,14 +30,20 @@ class Loaded(NamedTuple):
         options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration.
         """
         graph, params = nnx.split(self.model, nnx.Param)
-        ids, ends = self.tokenizer.prompt(prompt), self.tokenizer.ends
-        found = decode.generate(graph, params, ids, SampleConfig(**options), ends=ends)
-        return self.tokenizer.decode([*ids, *found])[len(self.tokenizer.decode(ids)) :]
+        ids, config = self.tokenizer.prompt(prompt), sampling(**options)
+        decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
+        found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
+        known = self.tokenizer.decode(ids, special=False)
+        return self.tokenizer.decode([*ids, *found], special=False)[len(known) :]
 
     def score(self, text: str) -> float:
         """The log-likelihood of all tokens of a text but its first, in nats."""
-        ids = jnp.array([self.tokenizer.prompt(text)])
-        return -float(self.model.loss(ids[:, :-1], ids[:, 1:]))
+        ids = self.tokenizer.prompt(text)
+        most = decode.most_tokens(self.config) or len(ids)
+        if not 2 <= len(ids) <= most + 1:
+            raise InputError(f"the text has {len(ids)} tokens; a score needs 2 to {most + 1}")
+        tokens = jnp.array([ids])
+        return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
 
 
 def load(path: str | Path, step: int | None = None) -> Loaded:

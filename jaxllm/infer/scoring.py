@@ -1,7 +1,5 @@
 """Log-likelihoods of texts under a run's model, for HellaSwag and lm-evaluation-harness."""
 
-from collections.abc import Callable, Iterable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from jaxllm.errors import InputError
 from jaxllm.infer.decode import WIDTHS, Openable, load_model, most_tokens
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
+from jaxllm.terminal import progress_bar
 
 
 class Scorer:
@@ -28,13 +27,10 @@ class Scorer:
             self.graph, self.params = load_model(weights, self.mesh)
             self._program = jax.jit(self._score)
 
-    def __call__(
-        self, rows: list[tuple[list[int], int]], progress: Callable[[range], Iterable] = iter
-    ) -> list[tuple[float, bool]]:
+    def __call__(self, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether every token is the most likely one) of each row's end.
 
         rows: (ids, number of last ids that are the end), with at least one id before the end.
-        progress: wraps the loop over the batches, like tqdm.
         A row that is too long for the model loses its first ids; raises InputError if the end
         itself is too long.
         """
@@ -48,8 +44,8 @@ class Scorer:
         # Sorted by length, so that batches have little padding; the longest come first, so that
         # a lack of memory shows at once.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        with jax.set_mesh(self.mesh):
-            for first in progress(range(0, len(rows), self.size)):
+        with jax.set_mesh(self.mesh), progress_bar("scoring", len(rows), size=False) as done:
+            for first in range(0, len(rows), self.size):
                 part = order[first : first + self.size]
                 width = round_up(len(rows[part[0]][0]) - 1, WIDTHS)
                 width = width if most is None else min(width, most)
@@ -64,6 +60,7 @@ class Scorer:
                 sums, likeliest = map(np.asarray, self._program(self.params, tokens, labels))
                 for row, i in enumerate(part):
                     scores[i] = float(sums[row]), bool(likeliest[row])
+                done(first + self.size)
         return scores
 
     def _score(self, params, tokens, labels):

@@ -1,16 +1,19 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
+
+_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 
 
 class Writer:
@@ -32,17 +35,6 @@ class Writer:
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.speed = Speed(decode.block_size())
 
-    def check(self, ids: Sequence[int], tokens: int) -> None:
-        """Raises InputError if `tokens` cannot follow a prompt."""
-        if not ids:
-            raise InputError("the prompt has no tokens; give at least one character")
-        self.tokenizer.check(self._weights.config.vocab_size, ids)
-        if self.most is not None and len(ids) + tokens > self.most:
-            raise InputError(
-                f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
-                f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
-            )
-
     def load(self) -> None:
         """Loads the model, before the first text is written."""
         with jax.set_mesh(self._mesh):
@@ -56,7 +48,6 @@ class Writer:
         samples: list[tuple[int, int]],
         texts: list["Text"],
         config: SampleConfig,
-        top_p: float,
         *,
         few_shapes: bool = False,
     ) -> None:
@@ -65,31 +56,22 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            self.speed.begin()
             stream = decode.stream_tokens(
                 self._graph,
                 self._params,
                 prompts,
                 config,
                 samples=samples,
-                top_p=top_p,
                 float8_cache=self._float8,
                 few_shapes=few_shapes,
             )
-            for tokens in stream:
-                before = sum(text.count for text in texts)
-                for text, token in zip(texts, tokens, strict=False):
-                    text.add(int(token))
-                self.speed.add(sum(text.count for text in texts) - before)
-                if all(text.done for text in texts):
-                    break
-            self.speed.end()
+            self.speed.fill(texts, stream)
         for text in texts:
             text.finish()
 
 
 class Speed:
-    """Counts tokens, and times those after the first block of each batch.
+    """Fills texts with tokens, counts them, and times those after the first block of each batch.
 
     The first block includes the pass over the prompts and, in the first batch, compilation, so its
     time is not a measure of speed.
@@ -100,25 +82,23 @@ class Speed:
         self.tokens, self.seconds = 0, 0.0  # of all blocks
         self.timed, self.timed_seconds = 0, 0.0  # after the first block
 
-    def begin(self) -> None:
-        """Starts a batch."""
-        self.steps, self.begun, self.clock = 0, time.perf_counter(), None
-
-    def add(self, tokens: int) -> None:
-        """Counts a step: every row has a new token, and `tokens` of them belong to texts."""
-        if self.steps == 1:  # the first block has arrived
-            self.clock = time.perf_counter()
-        if self.steps > self.block:
-            self.timed += tokens
-        self.tokens += tokens
-        self.steps += 1
-
-    def end(self) -> None:
-        """Ends a batch."""
-        now = time.perf_counter()
-        self.seconds += now - self.begun
-        if self.clock is not None:
-            self.timed_seconds += now - self.clock
+    def fill(self, texts: list["Text"], stream: Iterable[np.ndarray]) -> None:
+        """Adds a batch's tokens to `texts`, of which there may be fewer, until all are done."""
+        begun, clock = time.perf_counter(), None
+        for step, tokens in enumerate(stream):
+            if step == 1:  # the first block has arrived
+                clock = time.perf_counter()
+            before = sum(text.count for text in texts)
+            for text, token in zip(texts, tokens, strict=False):
+                text.add(int(token))
+            count = sum(text.count for text in texts) - before
+            self.tokens += count
+            self.timed += count * (step > self.block)
+            if all(text.done for text in texts):
+                break
+        end = time.perf_counter()
+        self.seconds += end - begun
+        self.timed_seconds += end - (clock or end)
 
     def line(self, size: int) -> str:
         """A line with tokens, time and speed; size: texts at once."""
@@ -133,42 +113,57 @@ class Speed:
 
 
 class Text:
-    """The text of one row, decoded token by token up to a stop string or a token of `ends`.
+    """The text after a prompt, token by token, up to a stop string or a token of `ends`.
 
-    prompt: the ids before it.
+    text: decode(prompt + ids) without decode(prompt).
+    certain: its length that further tokens cannot change; stop strings may shorten it.
+    count: its tokens, without the one that ends it.
     live: print text as soon as it is certain: whole characters that cannot begin a stop string.
+    Only the last tokens are decoded again, with those before them, on which spaces depend.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        stops: list[str],
-        ends: Collection[int],
+        stops: Sequence[str] = (),
+        ends: Collection[int] = (),
         live: bool = False,
     ):
-        self._written = tokenizer.continuation(prompt)
-        self.stops, self.ends, self.live = stops, ends, live
-        self.text, self.printed, self.done = "", 0, False
-        self.count = 0  # tokens, excluding the one that ends the text
+        special = tokenizer.special  # their names never become text, so as stops they are ids
+        self._tokenizer, self._hidden = tokenizer, frozenset(special.values())
+        self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
+        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
+        self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
+        self.stops, self.live = stops, live
+        self.text, self.certain, self.printed, self.count, self.done = "", 0, 0, 0, False
 
     def add(self, token: int) -> None:
         """Appends a token; does nothing if the text is done."""
-        if self.done:
-            return
-        if token in self.ends:
+        if self.done or token in self._ends:
             self.done = True
             return
         self.count += 1
-        self._written.add(token)
-        self.text = self._written.text
+        if token in self._hidden:
+            return
+        self._decode(token)
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
             return
-        certain = self.text[: self._written.certain]
+        certain = self.text[: self.certain]
         withheld = max((_overlap(certain, stop) for stop in self.stops), default=0)
         self._show(len(certain) - withheld)
+
+    def _decode(self, token: int) -> None:
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[: self._known])
+        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
+        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
+        unfinished = self.text.endswith("\N{REPLACEMENT CHARACTER}")
+        if not unfinished and token not in self._tokenizer._bytes:
+            self._ids, self._begins = self._ids[-_TAIL:], self.text
+            self._known, self.certain = len(self._ids), len(self.text)
 
     def finish(self) -> None:
         """Prints the text that was withheld."""

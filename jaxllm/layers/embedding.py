@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.weight import array_and_total
+from jaxllm.layers.linear import array_and_total
 from jaxllm.sharding import (
     BATCH,
     SHARDS,

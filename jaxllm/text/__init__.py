@@ -7,6 +7,6 @@ bpe.py        trains a tokenizer of our own
 """
 
 from jaxllm.text.bpe import train_tokenizer
-from jaxllm.text.tokenizer import AROUND, Continuation, Tokenizer
+from jaxllm.text.tokenizer import AROUND, Tokenizer
 
-__all__ = ["AROUND", "Continuation", "Tokenizer", "train_tokenizer"]
+__all__ = ["AROUND", "Tokenizer", "train_tokenizer"]

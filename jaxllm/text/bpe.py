@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxllm.config.sections import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.errors import InputError
+from jaxllm.files import write_whole
 from jaxllm.text.files import END_OF_TEXT
 
 
@@ -34,8 +35,5 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    try:  # the library's `save` raises a plain Exception on a full disk
-        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+    # The library's `save` raises a plain Exception on a full disk.
+    write_whole(path, tokenizer.to_str(pretty=True).encode())

@@ -69,9 +69,9 @@ def render(
         if thoughts := [message[key] for key in _THOUGHTS if key in message]:
             named = {"reasoning_content": thoughts[0]}
             messages[i] = {"thinking": thoughts[0]} | message | named
-    for tool in variables.get("tools") or []:
-        if not isinstance(tool, dict):
-            raise InputError(f"tools must hold objects (JSON schemas), not {tool!r:.50}")
+    tools = variables.get("tools") or []
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
     parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
     try:
         page = {"documents": None} | variables | {"messages": messages}

@@ -90,22 +90,20 @@ def _token(value: Any, **flags: bool) -> AddedToken:
 
 
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
-    """{name: chat template}; files come before entries of tokenizer_config.json."""
-    given = page.get("chat_template")
+    """{name: chat template}; where files hold templates, tokenizer_config.json's do not count."""
+    found, more = {}, sorted(folder.glob("additional_chat_templates/*.jinja"))
+    for path in filter(Path.is_file, (folder / "chat_template.jinja", *more)):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read as a chat template: {error}") from error
+        found["default" if path.parent == folder else path.stem] = text
+    given = found or page.get("chat_template")
     given = given or read_json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(given, list):
         given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
     given = given if isinstance(given, dict) else {"default": given}
-    found = {str(name): text for name, text in given.items() if isinstance(text, str)}
-    more = sorted(folder.glob("additional_chat_templates/*.jinja"))
-    for path in (folder / "chat_template.jinja", *more):
-        if path.is_file():
-            name = "default" if path.parent == folder else path.stem
-            try:
-                found = found | {name: path.read_text(encoding="utf-8")}
-            except (OSError, ValueError) as error:
-                raise InputError(f"{path} cannot be read as a chat template: {error}") from error
-    return found
+    return {str(name): text for name, text in given.items() if isinstance(text, str)}
 
 
 def present(folder: Path) -> bool:
@@ -220,15 +218,6 @@ def ids(value: Any) -> list[int]:
     """The ids of eos_token_id: one, a list, or nothing."""
     values = value if isinstance(value, list) else [value]
     return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
-
-
-def copy(path: Path, library: tokenizers.Tokenizer, pages: Pages, target: Path) -> None:
-    """Writes a tokenizer.json and its companions to a folder."""
-    target.mkdir(parents=True, exist_ok=True)
-    whole = path.read_bytes() if path.exists() else library.to_str(pretty=True).encode()
-    write_whole(target / TOKENIZER, whole)
-    if path.name == TOKENIZER:
-        copy_companions(path.parent, target)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -14,7 +14,6 @@ from jaxllm.errors import InputError
 from jaxllm.text import files
 from jaxllm.text.chat import render
 
-_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 _CONTEXT = 16  # characters before a cut that are encoded again with what follows
 AROUND = 512  # characters on each side of a cut that are encoded to test it
 _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
@@ -25,6 +24,7 @@ class Tokenizer:
 
     path: a folder or a file.  A file of another name than tokenizer.json has none beside it.
     end_token: the name of a token that ends documents, the option data.end_token.
+    entries: of the model that reads its ids; `prompt`, `encode` and `chat` give no others.
 
     vocab_size: largest id + 1.
     bos, eos: the tokens that the files name as the first and the last of a text.
@@ -36,7 +36,9 @@ class Tokenizer:
     Raises InputError.
     """
 
-    def __init__(self, path: str | Path, *, end_token: str | None = None):
+    def __init__(
+        self, path: str | Path, *, end_token: str | None = None, entries: int | None = None
+    ):
         path = Path(path).expanduser()
         self.path = path / files.TOKENIZER if path.is_dir() else path
         self.folder = self.path.parent
@@ -50,7 +52,7 @@ class Tokenizer:
         byte = re.compile("<0x[0-9A-F]{2}>")
         self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
-        before, after = self._around()
+        before, after = self._around(vocabulary)
         only = list(self.special.values()) if len(self.special) == 1 else []
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
@@ -63,18 +65,22 @@ class Tokenizer:
         stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
         stated = stated or _known(self.eos) or self.begin[:1]
         self.ends = frozenset(stated + _known(end))
+        self._before, self._entries = before, entries
+        self._checked([])
 
     @staticmethod
     def present(folder: Path) -> bool:
         """Whether a folder holds a tokenizer, even one that cannot be read."""
         return files.present(folder)
 
-    def _around(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
-        plain, whole = (self._library.encode("a", add_special_tokens=x).ids for x in (False, True))
-        more = len(whole) - len(plain)
-        at = next((i for i in range(more + 1) if whole[i : i + len(plain)] == plain), more)
-        return whole[:at], whole[at + len(plain) :]
+    def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text, one that has tokens."""
+        for text in ("a", *vocabulary):
+            found = self._library.encode(text, add_special_tokens=True)
+            if 0 in (of_text := found.sequence_ids):
+                end = len(of_text) - of_text[::-1].index(0)
+                return found.ids[: of_text.index(0)], found.ids[end:]
+        return [], []
 
     def _named(self, kind: str, otherwise: list[int]) -> int | None:
         """The id of the tokenizer's bos or eos token.
@@ -96,10 +102,11 @@ class Tokenizer:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of all on which the ids of a text depend, whatever the file's formatting."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+
+    def _content(self, *without: str) -> dict[str, Any]:
         page = json.loads(self._library.to_str())
-        for key in _UNRELATED:
-            page.pop(key, None)
-        return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+        return {key: page[key] for key in page if key not in (*_UNRELATED, *without)}
 
     @property
     def separator(self) -> int | None:
@@ -109,8 +116,8 @@ class Tokenizer:
     def describe(self) -> str:
         """What begins and ends a text, in a line."""
         name = self._name
-        prefix = self._library.encode("", add_special_tokens=True).ids
-        begins = f"begins with {' '.join(map(name, prefix))}" if prefix else "has no first token"
+        before = " ".join(map(name, self._before))
+        begins = f"begins with {before}" if before else "has no first token"
         if not self.ends:
             return (
                 f"text: {begins}; no file beside {self.path} names a token that ends it:"
@@ -137,12 +144,12 @@ class Tokenizer:
         special: whether the names of special tokens in it are these tokens, not plain text.
         """
         self._library.encode_special_tokens = not special
-        return self._ids(text)
+        return self._checked(self._ids(text))
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
         self._library.encode_special_tokens = False
-        return self._library.encode(text, add_special_tokens=True).ids
+        return self._checked(self._library.encode(text, add_special_tokens=True).ids)
 
     def encode_parts(
         self, parts: Sequence[tuple[str, str]], *, special: bool = False
@@ -179,23 +186,14 @@ class Tokenizer:
         """The text of ids; special: with the names of special tokens."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=not special)
 
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        answer: bool = True,
-        **variables: Any,
-    ) -> tuple[list[int], list[int]]:
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
         """The ids of a conversation by the chat template, and a mask of the assistant's tokens.
 
-        answer: whether the assistant's next message follows (add_generation_prompt).
-        variables: for the template, such as date_string.
+        options: as in `rendered`.
         The mask needs a template with {% generation %}, else it is all 0.  Raises InputError.
         """
-        rendered = self.rendered(messages, tools=tools, answer=answer, **variables)
-        ((ids, mask),) = self.encode_rendered([rendered])
-        return ids.tolist(), mask.astype(int).tolist()
+        ((ids, mask),) = self.encode_rendered([self.rendered(messages, **options)])
+        return self._checked(ids.tolist()), mask.astype(int).tolist()
 
     def rendered(
         self,
@@ -205,7 +203,11 @@ class Tokenizer:
         answer: bool = True,
         **variables: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation and its spans of {% generation %}; options as in `chat`."""
+        """The text of a conversation by the chat template, and its spans of {% generation %}.
+
+        answer: whether the assistant's next message follows (add_generation_prompt).
+        variables: for the template, such as date_string.
+        """
         options = {"add_generation_prompt": answer, "tools": tools}
         template = self.chat_template(tools)
         return render(template, messages, self.chat_names | options | variables)
@@ -240,20 +242,23 @@ class Tokenizer:
     @functools.cached_property
     def chat_names(self) -> dict[str, str]:
         """The names of tokens that a chat template may ask for, such as bos_token."""
-        names = {key: name for key, name in self._pages.names().items() if name is not None}
-        for key, i in (("bos_token", self.bos), ("eos_token", self.eos)):
-            if i is not None:
-                names.setdefault(key, self._name(i))
-        return names
+        if names := self._pages.names():
+            return {key: name for key, name in names.items() if name is not None}
+        return self._bos_and_eos()
+
+    def _bos_and_eos(self, end: int | None = None) -> dict[str, str]:
+        tokens = {"bos_token": self.bos, "eos_token": end if self.eos is None else self.eos}
+        return {key: self._name(i) for key, i in tokens.items() if i is not None}
 
     @property
     def chat_ends(self) -> frozenset[int]:
         """The ids that end an answer: `ends`, and the tokenizer's own."""
         return self.ends.union(_known(self.eos))
 
-    def continuation(self, prompt: Sequence[int], *, special: bool = False) -> "Continuation":
-        """Decodes what follows a prompt, token by token."""
-        return Continuation(self, prompt, special)
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self._entries is not None:
+            self.check(self._entries, ids)
+        return ids
 
     def check(self, vocab_size: int, ids: Iterable[int] | None = None) -> None:
         """Raises InputError if this cannot be the tokenizer of a model of `vocab_size` entries.
@@ -277,10 +282,7 @@ class Tokenizer:
 
         This one may have further tokens, such as those that only files beside it name.
         """
-        mine, theirs = (json.loads(t._library.to_str()) for t in (self, other))
-        for key in ("added_tokens", *_UNRELATED):
-            mine.pop(key, None)
-            theirs.pop(key, None)
+        mine, theirs = (t._content("added_tokens") for t in (self, other))
         known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
         if mine != theirs or not used.items() <= known.items():
             raise InputError(
@@ -290,7 +292,12 @@ class Tokenizer:
 
     def copy_to(self, folder: Path) -> None:
         """Writes the tokenizer.json and what belongs to it, for a run."""
-        files.copy(self.path, self._library, self._pages, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = not self.path.exists()  # of vocab.json and merges.txt
+        whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
+        files.write_whole(folder / files.TOKENIZER, whole)
+        if self.path.name == files.TOKENIZER:
+            files.copy_companions(self.folder, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Writes the files for transformers; returns the token ids for its config.json.
@@ -311,9 +318,7 @@ class Tokenizer:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
         if not (folder / "tokenizer_config.json").exists():
-            eos = self.eos if self.eos is not None else next(iter(ends), None)
-            tokens = {"bos_token": self.bos, "eos_token": eos}
-            page = {key: self._name(i) for key, i in tokens.items() if i is not None}
+            page = self._bos_and_eos(next(iter(ends), None))
             page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
             files.write_json(folder / "tokenizer_config.json", page)
@@ -323,35 +328,3 @@ class Tokenizer:
 def _known(i: int | None) -> list[int]:
     """The id in a list, which is empty for None."""
     return [] if i is None else [i]
-
-
-class Continuation:
-    """The text that follows a prompt: decode(prompt + ids) without decode(prompt).
-
-    text: all of it.  certain: its length that further tokens cannot change.
-    Only the last tokens are decoded again, with those before them, on which spaces depend.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], special: bool = False):
-        self._tokenizer = tokenizer
-        self._hidden = frozenset() if special else frozenset(tokenizer.special.values())
-        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
-        self._known = len(self._ids)  # tokens before `_begins`
-        self._begins = ""
-        self.text, self.certain = "", 0
-
-    def add(self, token: int) -> None:
-        """Appends a token."""
-        if token in self._hidden:
-            return
-        self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[: self._known])
-        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
-        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
-        if (
-            not self.text.endswith("\N{REPLACEMENT CHARACTER}")
-            and token not in self._tokenizer._bytes
-        ):
-            self._ids, self._begins = self._ids[-_TAIL:], self.text
-            self._known = len(self._ids)
-            self.certain = len(self.text)

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
 from jaxllm.config import Config, ModelConfig, evaluated
-from jaxllm.layers.weight import DropoutKey, Summed, draw
+from jaxllm.layers.adapter import DropoutKey, draw
+from jaxllm.layers.linear import Summed
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conversations import TEMPLATE, with_template
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -60,6 +61,14 @@ def test_generate_answers_a_message(model, capsys, tmp_path):
     assert "ends at <|end_of_text|> or <|eom_id|> or <|eot_id|>" in err
 
 
+def test_the_name_of_a_special_token_stops_a_text(model, capsys, tmp_path):
+    """It never becomes text, so as a string it was never found."""
+    model.answers.append(("Hello <|python_tag|>you<|eom_id|>", None))
+    command = f"--checkpoint {tmp_path} --chat --tokens 99 --stop <|python_tag|> --prompt Hi"
+    assert generate.main(command.split()) == 0
+    assert capsys.readouterr().out == "Hello \n"
+
+
 def test_generate_answers_conversations(model, capsys, tmp_path):
     conversations = [
         EXPECTED["MESSAGES"],
@@ -99,8 +108,9 @@ def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp
         ("[]", "conversation 2 is neither a list of messages"),
         ('{"messages": "x"}', "conversation 2 is neither a list of messages"),
         ("[3]", "conversation 2 is neither a list of messages"),
-        ('[{"role": "tool"}]', "the chat template refuses the conversation"),
-        ('{"messages": [{}], "tools": "x"}', "conversation 2: tools are no list"),
+        ('[{"role": "tool"}]', "error: prompt 2: the chat template refuses the conversation"),
+        ('{"messages": [{}], "tools": "x"}', "prompt 2: tools must be a list of objects"),
+        ('{"messages": [{}], "tools": 5}', "prompt 2: tools must be a list of objects"),
     ],
 )
 def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):
@@ -141,6 +151,18 @@ def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
     ]
     assert "unknown command /nope; /reset, /system TEXT" in err
     assert "tokens fill model.max_seq_len=400; /reset begins a new one" in err
+
+
+def test_a_refused_system_message_leaves_the_chat_as_it_was(model, capsys, monkeypatch, tmp_path):
+    folder = with_template(tmp_path / "t", TEMPLATE.replace("critic", "system"))
+    weights = SimpleNamespace(**vars(decode.open_run()) | {"folder": folder})
+    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/system Be brief.\nHi\n/reset\nHi\n"))
+    model.answers += [("A<|eot_id|>", None), ("B<|eot_id|>", None)]
+    assert chat.main(f"--checkpoint {tmp_path}".split()) == 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("no systems")) == ("A\nB\n", 1)
+    assert model.seen[0] == model.seen[1]
 
 
 def test_a_chat_needs_a_template(model, capsys, monkeypatch, tmp_path):

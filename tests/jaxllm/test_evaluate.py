@@ -13,9 +13,11 @@ import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizers import models, processors
 
+import jaxllm
 from jaxllm import config as configs
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
+from jaxllm.files import read_lines
 from jaxllm.infer import evaluate, generate
 from jaxllm.infer.decode import open_run
 from jaxllm.infer.scoring import Scorer
@@ -93,7 +95,7 @@ def test_loss_of_short_texts(runs, tmp_path, capsys):
 def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
     shipped = next(configs.CONFIG_DIR.glob("*.yaml")).read_bytes()
     readers = {
-        b"the cat\r\na mat\n": generate._lines,
+        b"the cat\r\na mat\n": lambda path: read_lines(path, "--prompts"),
         (TEXTS / "hellaswag.jsonl").read_bytes(): evaluate.read_hellaswag,
         shipped: lambda path: configs.load(str(path)),
     }
@@ -240,6 +242,20 @@ def test_out_of_memory_is_reported(runs, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "error: the device is out of memory; lower --batch_size or --tokens\n"
     )
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused(runs, capsys, tmp_path):
+    """Its embedding was a neighbor's, or not a number."""
+    folder = shutil.copytree(runs["gpt2"], tmp_path / "run")
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    question = {"ctx": "the <pad>", "endings": [" a", " b", " c", " d"], "label": 1}
+    (tmp_path / "h.jsonl").write_text(json.dumps(question))
+    named = r"the text has <pad> \(id \d+\), which is beyond the model's \d+ entries"
+    assert evaluate.main(f"--checkpoint {folder} --hellaswag {tmp_path / 'h.jsonl'}".split()) == 2
+    assert re.search(named, capsys.readouterr().err)
+    for use in (jaxllm.load(folder).generate, jaxllm.load(folder).score):
+        with pytest.raises(InputError, match=named):
+            use("the <pad>")
 
 
 def test_a_missing_tokenizer_is_reported(runs, capsys, tmp_path):

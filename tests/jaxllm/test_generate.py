@@ -19,7 +19,6 @@ from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
-from jaxllm.text import Continuation
 from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
@@ -226,9 +225,6 @@ class Letters:
 
     special, _bytes = {}, frozenset()
 
-    def continuation(self, prompt):
-        return Continuation(self, prompt)
-
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
 
@@ -315,22 +311,29 @@ sys.exit(command_line.exit_status(lambda: metrics.print_line("on its way") or pr
 def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(writer.time, "perf_counter", lambda: now[0])
+
+    def stream(batch, steps):  # 1 token, and blocks of 2, each of which takes a second
+        for n in range(steps):
+            now[0] += (batch if n == 1 else 1.0) if n % 2 else 0.0
+            yield b"abc\0" if n == 6 else b"abcd"  # one text ends at the seventh step
+
+    def texts():
+        return [Text(Letters(), b"x", [], {0}) for _ in range(4)]
+
     speed = writer.Speed(block=2)
     for batch in (5.0, 1.0):  # the first batch compiles
-        speed.begin()
-        for n in range(7):  # 1 token, and three blocks of 2, each of which takes a second
-            now[0] += (batch if n == 1 else 1.0) if n % 2 else 0.0
-            speed.add(4 if n < 6 else 3)  # one text has ended
-        speed.end()
+        written = texts()
+        speed.fill(written, stream(batch, 7))
+        assert [text.text for text in written] == ["a" * 7, "b" * 7, "c" * 7, "d" * 6]
     assert speed.tokens == 2 * 27
     # The blocks at n = 3 and 5 follow the first: 4 x 3 + 3 tokens in 2 s, twice.
-    assert speed.line(4) == (
-        "54 tokens in 10.00 s, 4 at once: 6.0 s for prompts and compilation, then 8 tokens/s"
-    )
+    right = "54 tokens in 10.00 s, 4 at once: 6.0 s for prompts and compilation, then 8 tokens/s"
+    assert speed.line(4) == right
+    ended = texts()
+    speed.fill(ended, iter([bytes(4), b"abcd"]))  # after the last end no token is asked for
+    assert (speed.line(4), {text.text for text in ended}) == (right, {""})
     short = writer.Speed(block=2)
-    short.begin()
-    short.add(1)
-    short.end()
+    short.fill(texts()[:1], stream(1.0, 1))
     assert short.line(1).startswith("1 tokens in 0.00 s, 1 at once: too few")
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -70,6 +71,21 @@ def test_texts_are_encoded_as_by_the_hf_model():
     assert llama.tok_encode("the", add_special_tokens=False) == llama.tokenizer.encode("the")
 
 
+def test_an_empty_context_to_continue_is_the_prefix(monkeypatch):
+    """As an empty context to score; what followed no token was arbitrary."""
+    from jaxllm.infer import harness
+
+    lm, seen = object.__new__(harness.RunLM), []
+    lm.tokenizer = Tokenizer(FIXTURES / "text" / "gpt2")
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+    lm.scorer = SimpleNamespace(size=2, most=None, graph=None, params=None, mesh=mesh)
+    stream = lambda graph, params, rows, *_, **__: seen.extend(rows) or iter(())
+    monkeypatch.setattr(harness, "stream_tokens", stream)
+    requests = [SimpleNamespace(args=(text, {})) for text in ("", "the")]
+    assert lm.generate_until(requests) == ["", ""]
+    assert [lm.prefix_token_id] in seen
+
+
 def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
     from jaxllm.infer import harness
 
@@ -90,6 +106,7 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
         ("--tasks nothing --include_path tasks", "--tasks nothing is not a task"),
         ("--tasks toy_choice", "--tasks toy_choice is not a task"),
         ("--tasks toy_choice --include_path none", "--include_path none is not a folder"),
+        ("--tasks nothing --out no/a.json", "--out no/a.json cannot be written: No such file"),
     ):
         assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
         assert capsys.readouterr().err.startswith(f"error: {named}")
@@ -112,8 +129,12 @@ def test_the_task_in_the_documentation_runs(tmp_path, capsys, monkeypatch):
 def test_unknown_generation_settings_are_refused():
     from jaxllm.infer.harness import _sampling
 
-    config, stops, top_p = _sampling({"until": "x", "do_sample": False, "temperature": 0.7})
-    assert (config.tokens, config.temperature, stops, top_p) == (256, 0, ["x"], 1)
+    config, stops = _sampling({"until": "x", "do_sample": False, "temperature": 0.7})
+    assert (config.tokens, config.temperature, config.top_k, stops) == (256, 0, 50, ["x"])
+    given = {"max_gen_toks": None, "max_tokens": "7", "top_k": None, "until": None}
+    assert _sampling(given)[0].tokens == 7
+    with pytest.raises(InputError, match=r"^generation_kwargs: top_p=2.0: must be at most 1$"):
+        _sampling({"top_p": 2})
     assert _sampling({"max_new_tokens": 5, "temperature": 0.7})[0].temperature == 0.7
     with pytest.raises(InputError, match="num_beams is not supported"):
         _sampling({"num_beams": 4})

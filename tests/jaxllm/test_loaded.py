@@ -40,6 +40,25 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
     assert found[0] == found[1] != ""
 
 
+def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
+    theirs = folder_of(tmp_path / "theirs", "llama3")
+    shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
+    loaded = jaxllm.load(theirs)
+    most = loaded.config.max_seq_len
+    assert loaded.generate("a", tokens=3, top_p=0.5, temperature=0) != ""
+    for use, named in (
+        (lambda: loaded.generate("", tokens=1), "the prompt has no tokens"),
+        (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
+        (lambda: loaded.generate("b", tokens=1, top_p=1.5), "^top_p=1.5: must be at most 1$"),
+        (lambda: loaded.score(""), "has 0 tokens; a score needs 2"),
+        (lambda: loaded.score("b"), f"has 1 tokens; a score needs 2 to {most + 1}$"),
+        (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; a score"),
+    ):
+        with pytest.raises(InputError, match=named):
+            use()
+    assert loaded.score("b" * (most + 1)) < 0
+
+
 def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         jaxllm.load(tmp_path / "no")

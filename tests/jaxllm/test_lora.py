@@ -10,7 +10,7 @@ from tiny_models import tiny
 from training_runs import devices_run
 
 from jaxllm.config import Lora
-from jaxllm.layers.weight import Adapter
+from jaxllm.layers.adapter import Adapter
 from jaxllm.train.estimate import equations
 from jaxllm.weights.places import named_params
 

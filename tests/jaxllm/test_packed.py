@@ -256,7 +256,7 @@ def test_a_packed_gated_mlp_writes_no_matrix(monkeypatch):
     layer = GatedMLP(64, 128, rngs=nnx.Rngs(0))
     for linear in (layer.gate, layer.up, layer.down):
         linear.weight.set_value(quantize(linear.weight[...], bits=4, group=32))
-    monkeypatch.setattr("jaxllm.layers.weight.dequantize", None)
+    monkeypatch.setattr("jaxllm.layers.linear.dequantize", None)
     y = jax.eval_shape(layer, jax.ShapeDtypeStruct((1, 128, 64), jnp.bfloat16))
     assert y.shape == (1, 128, 64)
 

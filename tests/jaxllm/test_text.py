@@ -14,6 +14,7 @@ from tokenizers import normalizers, pre_tokenizers
 from jaxllm.data.corpus import encode
 from jaxllm.data.sources import Piece
 from jaxllm.errors import InputError
+from jaxllm.infer.writer import Text
 from jaxllm.text import Tokenizer, chat
 
 
@@ -38,7 +39,7 @@ def test_ids_are_those_of_transformers(family):
 def test_the_streamed_text_continues_the_prompt(family):
     tokenizer, right = family
     for prompt, text in zip(right["prompts"], right["continued"], strict=False):
-        stream = tokenizer.continuation(prompt)
+        stream = Text(tokenizer, prompt)
         shown = ""
         for token in right["hard"]:
             stream.add(token)

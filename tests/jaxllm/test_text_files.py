@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
 import tokenizers
 from tokenizer_families import EXPECTED, FOLDER, HARD, built
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
@@ -74,6 +75,28 @@ def test_beginnings_and_ends_come_from_the_files_in_transformers_order(pages, ri
     assert (copy.bos, copy.eos, copy.ends) == (tokenizer.bos, tokenizer.eos, tokenizer.ends)
     assert copy.digest == tokenizer.digest
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("around", [(0, 1), (0,), (1,), ()])
+def test_what_surrounds_a_text_is_found_whatever_the_alphabet(around, tmp_path):
+    """A tokenizer of DNA knows no "a", so what it puts after a text stood before it."""
+    names = ["<s>", "</s>"]
+    vocabulary = {name: i for i, name in enumerate([*names, *"ACGT"])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.add_special_tokens(names)
+    single = "<s> " * (0 in around) + "$A" + " </s>" * (1 in around)
+    library.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(names[i], i) for i in around]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.bos == (0 if 0 in around else None)
+    assert tokenizer.eos == (1 if 1 in around else None)
+    assert tokenizer.begin == list(around[:1])
+    assert tokenizer.finish == ([1] if around == (0, 1) else [])
+    assert tokenizer.ends == set(around[-1:])
+    begins = "begins with <s>" if 0 in around else "has no first token"
+    assert re.match(f"text: {begins}[,;]", tokenizer.describe())
 
 
 def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
@@ -190,14 +213,19 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
     assert tokenizer.decode(tokenizer.chat(messages)[0]) == "a<a>"
     assert tokenizer.decode(tokenizer.chat(messages, tools=[])[0]) == "b"
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0] | tojson }}é{{ date }}")
-    text, _ = Tokenizer(tmp_path / "a").chat(messages, date="now")
-    assert tokenizer.decode(text) == '{"role": "user", "content": "x"}énow'
+    filed, right = Tokenizer(tmp_path / "a"), '{"role": "user", "content": "x"}énow'
+    assert tokenizer.decode(filed.chat(messages, date="now")[0]) == right
+    # As by transformers 5.24, the file takes the place of all templates of the configuration.
+    assert tokenizer.decode(filed.chat(messages, date="now", tools=[])[0]) == right
+    page = {"chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "<a>"}
+    one = folder_of(tmp_path / "d", tokenizer_config=page, config={"bos_token_id": 294})
+    assert (one.bos, one.decode(one.chat(messages)[0])) == (294, "<a>")  # it names no bos_token
     tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
     assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
     page = {"chat_template": named(tool_use="b", rag="c")}
     with pytest.raises(InputError, match="chat template named default, only tool_use, rag: put"):
         folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
-    with pytest.raises(InputError, match=r"tools must hold objects \(JSON schemas\), not '{}'$"):
+    with pytest.raises(InputError, match=r"tools must be a list of objects .*, not \['{}'\]$"):
         tokenizer.chat(messages, tools=["{}"])
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
     for template in bad:
