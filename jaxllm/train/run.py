@@ -202,13 +202,18 @@ class Run:
 
         again: whether this run has rolled back to its first step, which it does only once.
         """
+        from jaxllm.train.profiling import StepTrace
+
         batches = self.dataset.train_batches(
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
+        # Processes of one machine would write their traces to one file.
+        span = range(*self.config.profile.span) if self.rank == 0 else range(0)
+        trace = StepTrace(span, self.out_dir / "profile")
         try:
-            if self.chat and self.start == 0 and not again:
+            if self.chat and self.start == 0:
                 self._sample(0)  # to compare with what it learns to say
-            step, received = self._take_steps(batches, stop)
+            step, received = self._take_steps(batches, stop, trace)
             self._finish()
             if received is not None:
                 options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
@@ -232,24 +237,24 @@ class Run:
             del self.state  # frees the memory for it
             return None
         finally:
+            trace.close()
             batches.close()
             self.log.close()
 
     def _take_steps(
-        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
+        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether, trace
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
-        from jaxllm.train.profiling import StepClock, StepTrace
+        from jaxllm.train.profiling import StepClock
 
         steps = self.config.train.steps
-        if self.start == steps:
-            self._complete()
-        trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
+        if self.start:
+            self._catch_up()
         clock = StepClock(self._record, self.advice)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):
                 with clock.stopped():
-                    trace.start()
+                    trace.start(step)
             batch = self.trainer.put_batch(next(batches))
             if self.canary is not None and step % self.config.train.verify_every == 0:
                 self.state, metrics = self.canary.take(step, self.state, batch)
@@ -259,11 +264,12 @@ class Run:
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
             received = stop.after(step) if step < steps else None
-            if trace.ends(step) or self._pauses_after(step) or received is not None:
+            stopping = received is not None
+            if stopping or trace.ends(step, stopping) or self._pauses_after(step):
                 with clock.stopped():
-                    if trace.ends(step):
-                        self.log.message(trace.stop())
-                    self._evaluate_sample_save(step, stopping=received is not None)
+                    if trace.ends(step, stopping):
+                        self.log.message(trace.stop(step))
+                    self._evaluate_sample_save(step, stopping)
             if received is not None:
                 return step, received
         return steps, None
@@ -286,13 +292,13 @@ class Run:
         if self._due(step, train.checkpoint_every) or stopping:
             self._save(step, val_loss)
 
-    def _complete(self) -> None:
-        """Catches up on evaluation and sample if the run was killed after its last step."""
+    def _catch_up(self) -> None:
+        """Evaluates and samples if a signal or a kill prevented it after the last saved step."""
         rows = read_metrics(self.out_dir / "metrics.jsonl")
         logged = {key for row in rows if row["step"] == self.start for key in row}
-        if "val_loss" not in logged:
+        if "val_loss" not in logged and self._due(self.start, self.config.train.eval_every):
             self._validate(self.start)
-        if "sample" not in logged:
+        if "sample" not in logged and self._due(self.start, self.config.sample.every):
             self._sample(self.start)
 
     def _finish(self) -> None:
