@@ -33,7 +33,9 @@ CHANGEABLE = frozenset(
 # Those that it may change if the command line says so: the state fits, but the losses differ.
 RATE = frozenset(
     f"optimizer.{key}"
-    for key in "learning_rate schedule warmup_steps final_fraction decay_fraction".split()
+    for key in (
+        "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
+    ).split()
 )
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import time
 from collections import deque
 from datetime import timedelta
@@ -17,15 +18,18 @@ from jaxllm.terminal import PAUSE, is_interactive
 from jaxllm.train.tracker import Wandb
 
 # {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # they stand first
+PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 PEAK_FLOPS["RTX4090"] = 165e12  # sums in float32
+SLOWER = re.compile(r"MIG|Laptop|4090D|A100\d")  # parts of such a GPU, and others like A1000
 WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
     name = device_kind.replace(" ", "")
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    parts = [] if SLOWER.search(name) else PEAK_FLOPS
+    return next((PEAK_FLOPS[part] for part in parts if part in name), None)
 
 
 def peak_memory() -> float | None:
@@ -59,7 +63,7 @@ class RunLog:
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        before = _keep_until(self.path, start)
+        before = _keep_until(self.path, start or -1)  # a run that begins again repeats step 0, too
         self.rows = len(before)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)

@@ -27,8 +27,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:  # wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)
-        falling = max(round(config.decay_fraction * steps), 1)
-        after = optax.linear_schedule(peak, end * peak, falling, max(rest - falling, 0))
+        falling = min(max(round(config.decay_fraction * steps), 1), rest)
+        after = optax.linear_schedule(peak, end * peak, falling, rest - falling)
     if not warmup:
         return after
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))

@@ -309,3 +309,8 @@ def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     assert rows[3]["loss"] is None
     assert [r["tokens"] for r in rows] == [100, 200, 300, 400]
     assert (tmp_path / "loss.png").stat().st_size > 1000
+    for _ in range(2):  # a chat's first sample is at step 0, which a new beginning repeats
+        third = log(0)
+        third.sample(0, "> Hello")
+        third.close()
+        assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0]
