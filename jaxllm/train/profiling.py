@@ -74,11 +74,14 @@ class StepTrace:
         try:
             jax.profiler.stop_trace()
             files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-            times, calls = kernel_times(files[-1])
+            events = list(kernel_events(files[-1]))
         except (RuntimeError, OSError, IndexError) as e:  # the disk is full
             return f"profile  {self.folder} could not be written ({in_short(e)})"
-        if not times:
+        if not events:
             return f"profile  {self.folder}: no kernels (only a GPU's kernels are timed)"
+        times, calls = Counter(), Counter(event.name for event in events)
+        for event in events:
+            times[event.name] += event.duration_ns / 1e6
         total = sum(times.values())
         rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms per step; the ten longest:"]
         for name, ms in times.most_common(10):
@@ -102,12 +105,3 @@ def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
             # The others repeat the time by module and source.
             if line.name.startswith("Stream"):
                 yield from line.events
-
-
-def kernel_times(path: Path) -> tuple[Counter, Counter]:
-    """({kernel: ms}, {kernel: calls}) of `kernel_events`."""
-    times, calls = Counter(), Counter()
-    for event in kernel_events(path):
-        times[event.name] += event.duration_ns / 1e6
-        calls[event.name] += 1
-    return times, calls
