@@ -322,6 +322,8 @@ def holds(folder: Path) -> str | None:
 def check_writable(folder: Path, name: str = "") -> None:
     """Raises InputError if `folder` neither is a writable folder nor can be created."""
     refuse = f"{name}{folder} cannot be created"
+    if re.match(r"\w{2,}:/", str(folder)):  # gs://bucket would become a folder "gs:" here
+        raise InputError(f"{refuse}: it is an address; name a local folder, or mount it as one")
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError) as error:

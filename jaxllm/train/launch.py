@@ -168,11 +168,11 @@ def initial_state(
             base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
             step = held.step if isinstance(held, RunWeights) else None
             identity = Base(str(held.folder.absolute()), step, checksum)
-        known = weights.expected if isinstance(weights, AdapterWeights) else None
-        if restored is not None:
-            known = Base(**checkpoints.about(restored)["base"]) if identity else None
-        if known is not None and identity is not None:
-            known.check(identity.checksum)
+            known = weights.expected if isinstance(weights, AdapterWeights) else None
+            if restored is not None:
+                known = Base(**checkpoints.about(restored)["base"])
+            if known is not None:
+                known.check(checksum)
         if restored is not None:
             saved = trainer.abstract_state().saved()
             return trainer.complete(checkpoints.restore(restored, saved), base), identity
