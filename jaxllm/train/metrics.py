@@ -66,7 +66,10 @@ class RunLog:
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        before = _keep_until(self.path, start or -1)  # a run that begins again repeats step 0, too
+        # A resumed run repeats the steps after `start`, and one that begins again also step 0.
+        before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
+        if self.path.exists():
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
         self.rows = len(before)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
@@ -336,14 +339,6 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     write_whole(picture, png.getvalue())
-
-
-def _keep_until(path: Path, step: int) -> list[dict]:
-    """Drops rows after `step`, because a resumed run repeats these steps; returns the others."""
-    kept = [r for r in read_metrics(path) if r["step"] <= step]
-    if path.exists():
-        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
-    return kept
 
 
 def print_line(text: str) -> None:

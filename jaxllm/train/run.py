@@ -73,8 +73,9 @@ def _train(arguments: command_line.Arguments) -> int:
     while status is None:
         with contextlib.ExitStack() as stack:
             run = Run(arguments.config, arguments.out_dir, resume, stack)
-            signals = StopSignals() if run.world == 1 else processes.StopTogether()
-            with signals as stop, no_long_pauses():
+            alone = run.world == 1
+            stop = stack.enter_context(StopSignals()) if alone else processes.StopTogether()
+            with no_long_pauses():
                 status = run.loop(stop, again)
         del run
         resume = again = True

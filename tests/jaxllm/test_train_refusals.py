@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--out_dir", 300 * "x"], "created: File name too long; name"),
         (
             ["--config", "llama3_small", "--out_dir", "gs://b/c"],
-            "gs:/b/c cannot be created: it is an",
+            "gs:/b/c cannot be created: it is",
         ),
         (["--resume", "--out_dir", 300 * "x"], "cannot be created: File name too long; name"),
         (["--config", 300 * "x"], "no configuration xxx"),
