@@ -209,7 +209,7 @@ class Checkpoints:
         It goes by the names of the folders: a manager might fail on files that the threads of a
         failed save are still deleting.
         """
-        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        steps = [int(p.name) for p in self.directory.glob("*/") if p.name.isdecimal()]
         return max((s for s in steps if before is None or s < before), default=None)
 
     def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:

@@ -160,7 +160,6 @@ def check_kernels(config: Config) -> None:
         if lack := dispatch.device_lacks("sm_89"):
             raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
     if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
-        other = (
-            "" if dispatch.device_lacks("sm_80") else ", or auto with JAXLLM_KERNELS=general set"
-        )
+        general = not dispatch.device_lacks("sm_80")
+        other = ", or auto with JAXLLM_KERNELS=general set" * general
         raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")

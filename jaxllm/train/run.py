@@ -296,10 +296,8 @@ class Run:
             if self.rank == 0:
                 try:
                     report.write([self.out_dir], self.out_dir / "report.html")
-                except InputError as e:  # nothing was logged yet
-                    self.log.message(f"no report.html: {e}")
-                except OSError as e:  # the disk is full
-                    self.log.message(f"no report.html: {e.strerror}")
+                except (InputError, OSError) as e:  # nothing was logged yet; the disk is full
+                    self.log.message(f"no report.html: {getattr(e, 'strerror', e)}")
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs a finished step; raises RunError for corruption or too many skipped updates."""
