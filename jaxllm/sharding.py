@@ -15,6 +15,7 @@ kernel on every device, without an error.  `per_device` therefore wraps ops in `
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import jax
 import numpy as np
@@ -67,28 +68,23 @@ def whole_sequences(mesh: Mesh) -> Mesh:
 
 
 def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises InputError if the axes do not divide the heads and the width of the model."""
-    tensor, context = mesh.shape["tensor"], mesh.shape["context"]
-    name = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
-    heads = getattr(model, name)
-    if heads % tensor:
-        raise InputError(
-            f"mesh.tensor={tensor} does not divide model.{name}={heads}; set mesh.tensor to a"
-            f" divisor of {heads} and use mesh.fsdp for the other devices"
-        )
-    if heads % (tensor * context):
-        raise InputError(
-            f"mesh.tensor={tensor} x mesh.context={context} does not divide model.{name}={heads}:"
-            f" in attention each device has whole heads; set mesh.context to a divisor of"
-            f" {heads // tensor} and use mesh.fsdp for the other devices"
-        )
-    shards = mesh.shape["fsdp"] * context
-    if model.d_model % shards:
-        raise InputError(
-            f"mesh.fsdp={mesh.shape['fsdp']} x mesh.context={context} does not divide"
-            f" model.d_model={model.d_model}; set them to divisors of it and use mesh.data for the"
-            " other devices"
-        )
+    """Raises InputError if the axes do not divide the heads and the widths of the model."""
+    heads = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
+    for axes, name, width in (
+        (("tensor",), heads, getattr(model, heads)),
+        (("tensor", "context"), heads, getattr(model, heads)),
+        (("fsdp", "context"), "d_model", model.d_model),
+        (("tensor",), "d_ff", model.ff_width),
+        (("tensor",), "vocab_size, padded to a multiple of 128,", model.padded_vocab_size),
+    ):
+        if width % prod(mesh.shape[axis] for axis in axes):
+            product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+            other = "fsdp" if "tensor" in axes else "data"
+            raise InputError(
+                f"{product} does not divide model.{name}={width}; set"
+                f" {'them' if len(axes) > 1 else 'it'} to divisors of it and use mesh.{other} for"
+                " the other devices"
+            )
 
 
 def check_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:

@@ -35,7 +35,9 @@ CHANGEABLE = frozenset(
 # Those that it may change if the command line says so: the state fits, but the losses differ.
 RATE = frozenset(
     f"optimizer.{key}"
-    for key in "learning_rate schedule warmup_steps final_fraction decay_fraction".split()
+    for key in (
+        "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
+    ).split()
 )
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
@@ -313,6 +315,8 @@ def holds(folder: Path) -> str | None:
 def check_writable(folder: Path, name: str = "") -> None:
     """Raises InputError if `folder` neither is a writable folder nor can be created."""
     refuse = f"{name}{folder} cannot be created"
+    if re.match(r"\w{2,}:/", str(folder)):  # gs://bucket would become a folder "gs:" here
+        raise InputError(f"{refuse}: it is an address; name a local folder, or mount it as one")
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -37,27 +37,18 @@ class Checkpoints:
         """Orbax's manager, created when first needed, because it creates the directory."""
         if self._manager is None:
             self._delete_incomplete()
-            policy = AnyPreservationPolicy(
-                [
-                    LatestN(self._keep),
-                    BestN(
-                        get_metric_fn=lambda m: m["val_loss"],
-                        reverse=True,
-                        n=1,
-                        keep_checkpoints_without_metrics=False,
-                    ),
-                ]
+            loss = lambda metrics: metrics["val_loss"]
+            best = BestN(
+                get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
             )
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policy,
-                    # Orbax writes the metrics only with best_fn.  Without them a resumed run would
-                    # not know the best checkpoint, and delete it.
-                    best_fn=lambda m: m["val_loss"],
-                    best_mode="min",
-                ),
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=AnyPreservationPolicy([LatestN(self._keep), best]),
+                # Orbax writes the metrics only with best_fn.  Without them a resumed run would not
+                # know the best checkpoint, and delete it.
+                best_fn=loss,
+                best_mode="min",
             )
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
         return self._manager
 
     def newest(self) -> int | None:
@@ -110,19 +101,13 @@ class Checkpoints:
         Raises InputError for a damaged checkpoint or one of another model.
         """
         wanted, about = _flat(abstract_state), self.about(step)
-        saved = about["arrays"]
-        for name, leaf in wanted.items():
-            shape = [list(leaf.shape), str(leaf.dtype)]
-            if saved.get(name) != shape:
+        saved, ours = about["arrays"], _shapes(wanted)
+        for name in [*ours, *sorted(set(saved) - set(ours))]:
+            if saved.get(name) != ours.get(name):
                 raise InputError(
                     f"checkpoint {self.directory / str(step)} is of another model: {name} is"
-                    f" {saved.get(name, 'not in it')}; this model has {shape}"
+                    f" {saved.get(name, 'not in it')}; this model has {ours.get(name, 'none')}"
                 )
-        if extra := sorted(set(saved) - set(wanted)):
-            raise InputError(
-                f"checkpoint {self.directory / str(step)} is of another model: it holds {extra[0]},"
-                " which this model does not have"
-            )
         try:
             flat = self.manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
@@ -162,7 +147,7 @@ class Checkpoints:
         """
         flat = _flat(state)
         about = about | {
-            "arrays": {name: [list(a.shape), str(a.dtype)] for name, a in flat.items()},
+            "arrays": _shapes(flat),
             "checksums": array_checksums(flat),
         }
         problem = self._finish()
@@ -224,29 +209,24 @@ class Checkpoints:
         It goes by the names of the folders: a manager might fail on files that the threads of a
         failed save are still deleting.
         """
-        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        steps = [int(p.name) for p in self.directory.glob("*/") if p.name.isdecimal()]
         return max((s for s in steps if before is None or s < before), default=None)
 
     def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:
         """names: arrays, one of which may have caused the error."""
-        folder, older = self.directory / str(step), self.on_disk(before=step)
-        return InputError(
-            f"checkpoint {folder} is damaged{_named(cause, names)} ({in_short(cause)});"
-            + (
-                f" to continue from step {older}, delete that folder and --resume again"
-                if older is not None
-                else " there is no earlier one: start a new run"
-            )
-        )
+        folder, older, names = self.directory / str(step), self.on_disk(before=step), list(names)
+        if len(names) > 1:  # TensorStore quotes the path of the array that it reads
+            quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
+            names = [name for name in names if name in quoted]
+        at = f" at {names[0]}" if names else ""
+        fix = "there is no earlier one: start a new run"
+        if older is not None:
+            fix = f"to continue from step {older}, delete that folder and --resume again"
+        return InputError(f"checkpoint {folder} is damaged{at} ({in_short(cause)}); {fix}")
 
 
-def _named(cause: Exception, names: Iterable[str]) -> str:
-    """ " at NAME" for the array that caused an error, or "" if it is unknown."""
-    names = list(names)
-    if len(names) > 1:  # TensorStore quotes the path of the array that it reads
-        quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
-        names = [name for name in names if name in quoted]
-    return f" at {names[0]}" if names else ""
+def _shapes(flat: dict[str, Any]) -> dict[str, list]:
+    return {name: [list(a.shape), str(a.dtype)] for name, a in flat.items()}
 
 
 def _flat(tree) -> dict[str, Any]:

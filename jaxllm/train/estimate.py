@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import Mesh
@@ -104,15 +105,12 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
 
     Extrapolates from models of one and of two layers: thousands would take minutes to trace.
     """
-    limit = memory_limit(mesh)
+    limit, more = memory_limit(mesh), config.model.n_layers - 1
     if limit is None:
         return
-    (params, need), (params_of_two, need_of_two) = (
-        _needs(config, mesh, packing, n) for n in (1, 2)
-    )
-    more = config.model.n_layers - 1
-    params += more * (params_of_two - params)
-    need = limit.devices * (need + more * (need_of_two - need))
+    one, two = (np.array(_needs(config, mesh, packing, n)) for n in (1, 2))
+    params, need = (one + more * (two - one)).tolist()
+    need *= limit.devices
     if need > limit.size:
         raise InputError(
             f"the model's {params:,} parameters need {need / GIB:,.1f} GiB with their moments and"
@@ -202,11 +200,11 @@ def _bytes(array) -> int:
 
 def summarize(trainer: Trainer) -> str:
     """Describes memory, operations and time of a run in lines of text; traces the model once."""
+    return "\n".join([*_memory_lines(trainer), *_time_lines(trainer.config, trainer.mesh)])
+
+
+def _memory_lines(trainer: Trainer) -> list[str]:
     parts = state_memory(trainer) | activation_memory(trainer)
-    return "\n".join([*_memory_lines(trainer, parts), *_time_lines(trainer.config, trainer.mesh)])
-
-
-def _memory_lines(trainer: Trainer, parts: dict[str, int]) -> list[str]:
     limit, total = memory_limit(trainer.mesh), sum(parts.values())
     lines = [f"         {name:<12}{size / GIB:10.3f} GiB" for name, size in parts.items() if size]
     lines.append(f"         {'total':<12}{total / GIB:10.3f} GiB at most")

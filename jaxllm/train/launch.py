@@ -23,11 +23,10 @@ from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
-from jaxllm.train.metrics import RunLog, SilentLog, peak_flops
+from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops
 from jaxllm.train.process import check_kernels
 from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
-from jaxllm.train.tracker import Wandb
 from jaxllm.train.verify import Canary
 from jaxllm.weights.adapters import AdapterWeights, Base, load_base
 from jaxllm.weights.packed import PackedWeights
@@ -114,11 +113,9 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
 
     A run that was killed after its last checkpoint has no report, or an older one.
     """
-    page, metrics = out_dir / "report.html", out_dir / "metrics.jsonl"
-    reported = page.exists() and not (
-        metrics.exists() and metrics.stat().st_mtime_ns > page.stat().st_mtime_ns
-    )
-    if start > steps or (start == steps and reported):
+    files = (out_dir / name for name in ("metrics.jsonl", "report.html"))
+    logged, reported = (path.exists() and path.stat().st_mtime_ns for path in files)
+    if start > steps or (start == steps and reported and reported >= logged):
         raise InputError(
             f"{out_dir} is at step {start} of train.steps={steps}; raise --train.steps to continue"
         )
@@ -147,8 +144,7 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
             f"fp8      the blocks' linear layers{head} in e4m3, their gradients in e5m2; evaluation"
             f" and samples in {config.model.compute_dtype}"
         )
-    peak = peak_flops(mesh.devices.flat[0].device_kind)
-    if peak is not None:
+    if peak := peak_flops(mesh.devices.flat[0].device_kind):
         flops = flops_per_token(config.model, config.train.seq_len)
         emit(
             f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters + sequence mixing)"
@@ -172,11 +168,11 @@ def initial_state(
             base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
             step = held.step if isinstance(held, RunWeights) else None
             identity = Base(str(held.folder.absolute()), step, checksum)
-        known = weights.expected if isinstance(weights, AdapterWeights) else None
-        if restored is not None:
-            known = Base(**checkpoints.about(restored)["base"]) if identity else None
-        if known is not None and identity is not None:
-            known.check(identity.checksum)
+            known = weights.expected if isinstance(weights, AdapterWeights) else None
+            if restored is not None:
+                known = Base(**checkpoints.about(restored)["base"])
+            if known is not None:
+                known.check(checksum)
         if restored is not None:
             saved = trainer.abstract_state().saved()
             return trainer.complete(checkpoints.restore(restored, saved), base), identity
@@ -208,11 +204,10 @@ def compile_step(
     find = functools.partial(find_or_compile, trainer, timings=timings)
     with memory_errors(advice):
         program, canary = find(trace_step), None
-        print_kernels(emit)
+        emit(f"kernels  {kernel_summary()}")
         if config.verify_every:
             canary = Canary(trainer, find(Trainer.trace_verified_step))
-    seconds = time.perf_counter() - clock
-    emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
+    emit(f"compiled in {time.perf_counter() - clock:.1f} s, writing to {out_dir}")
     return program, canary
 
 
@@ -224,17 +219,12 @@ def trace_step(trainer: Trainer) -> jax.stages.Traced:
         raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
 
 
-def print_kernels(emit: Callable[[str], None]) -> None:
-    """Prints how the ops run that have been traced."""
-    emit("kernels  " + kernel_summary().replace("\n", "\n         "))
-
-
 def kernel_summary() -> str:
-    """`dispatch.explain()`, shortened to one line if all ops run on XLA for the same reason."""
+    """How the traced ops run: `dispatch.explain()`, or a line if all run on XLA for one reason."""
     decisions = dispatch.decisions()
     reasons = {decision.why for decision in decisions}
     if len(reasons) != 1 or any(decision.runs != "xla" for decision in decisions):
-        return dispatch.explain()
+        return dispatch.explain().replace("\n", "\n         ")
     (why,) = reasons
     if why == "asked for":
         return "all ops run on XLA, as model.kernels=xla requires"
@@ -261,10 +251,8 @@ def open_log(
     # A run that is killed before its first checkpoint begins again at --resume; a copy without this
     # folder does not.
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    device = device_name(trainer.mesh)
-    about: dict[str, Any] = {
-        "model": trainer.describe(), "tokens_per_step": tokens, "device": device
-    }  # fmt: skip
+    about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
+    about["device"] = device_name(trainer.mesh)
     if (tokenizer := dataset.tokenizer) is not None and isinstance(dataset.val, Tokens):
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count
@@ -275,12 +263,6 @@ def open_log(
     if config.train.tracker == "wandb":
         tracker = Wandb(out_dir, config.model_dump())
         emit(f"tracker  wandb, {tracker.where}")
-    return RunLog(
-        out_dir,
-        config.train.steps,
-        start,
-        tokens,
-        flops_per_token(config.model, config.train.seq_len) * tokens,
-        peak and peak * trainer.mesh.size,
-        tracker,
-    )
+    peak = peak and peak * trainer.mesh.size
+    flops = flops_per_token(config.model, config.train.seq_len) * tokens
+    return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker)

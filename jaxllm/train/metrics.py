@@ -1,9 +1,12 @@
 """Logs a run: metrics.jsonl, TensorBoard, a tracker, loss.png, and a progress bar or lines."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
+import os
+import re
 import time
 from collections import deque
 from datetime import timedelta
@@ -12,20 +15,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxllm.config import Config
+from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.terminal import PAUSE, is_interactive
-from jaxllm.train.tracker import Wandb
 
 # {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # they stand first
+PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 PEAK_FLOPS["RTX4090"] = 165e12  # sums in float32
+SLOWER = re.compile(r"MIG|Laptop|4090D|A100\d")  # parts of such a GPU, and others like A1000
 WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
     name = device_kind.replace(" ", "")
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    parts = [] if SLOWER.search(name) else PEAK_FLOPS
+    return next((PEAK_FLOPS[part] for part in parts if part in name), None)
 
 
 def peak_memory() -> float | None:
@@ -54,12 +61,15 @@ class RunLog:
         tokens: int,
         flops: float,
         peak: float | None,
-        tracker: Wandb | None = None,
+        tracker: "Wandb | None" = None,
     ):
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        before = _keep_until(self.path, start)
+        # A resumed run repeats the steps after `start`, and one that begins again also step 0.
+        before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
+        if self.path.exists():
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
         self.rows = len(before)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
@@ -156,7 +166,7 @@ class RunLog:
             self.message(f"{self.path} lacks its last rows: {problem}")
         self.file.close()
         for board in self.boards:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 board.close()
 
     def _write(self, row: dict) -> None:
@@ -172,11 +182,10 @@ class RunLog:
         for board in list(self.boards):
             try:
                 board.write(row)
-            except OSError as e:
+            except Exception as e:  # a full disk, or whatever a tracker raises
                 self.boards.remove(board)
-                self.message(
-                    f"stopped writing {board.name} ({e.strerror or e}); metrics.jsonl has them all"
-                )
+                why = getattr(e, "strerror", None) or e
+                self.message(f"stopped writing {board.name} ({why}); metrics.jsonl has them all")
 
     def _flush(self) -> str | None:
         """Writes all pending rows; returns the reason if it cannot."""
@@ -208,7 +217,7 @@ class Board:
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, row: dict) -> None:
-        """Writes the values of one row; raises OSError on a full disk."""
+        """Writes the values of one row."""
         from tensorboardX.summary import scalar, text
 
         for name, value in row.items():
@@ -220,7 +229,7 @@ class Board:
             self.writer.flush()  # too slow for every step
 
     def close(self) -> None:
-        """Writes pending events; raises OSError on a full disk."""
+        """Writes pending events."""
         self.writer.close()
 
     def _event(self, step: int, **content) -> None:
@@ -230,23 +239,70 @@ class Board:
         self.writer.write_event(Event(step=step, wall_time=time.time(), **content))
 
 
+def check_tracker(config: Config) -> None:
+    """Raises InputError if the tracker's package is missing."""
+    if config.train.tracker == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise InputError(
+            "train.tracker=wandb needs the package wandb: pip install 'wandb>=0.28,<0.32', or"
+            " uv run --extra wandb train.py; or set train.tracker=none"
+        )
+
+
+class Wandb:
+    """A run of Weights & Biases, offline unless WANDB_MODE is set.
+
+    A resumed run becomes a separate run there, in the same group.
+    """
+
+    name = "values for wandb"
+
+    def __init__(self, out_dir: Path, config: dict):
+        os.environ.setdefault("WANDB_MODE", "offline")
+        import wandb
+
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "jaxllm"),
+                name=out_dir.name,
+                group=out_dir.name,
+                dir=out_dir,
+                config=config,
+                # Otherwise it would capture and write to standard output.
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except Exception as e:  # such as: no key, no network, a full disk
+            raise InputError(
+                f"train.tracker=wandb cannot start ({e}); set WANDB_MODE=offline, or"
+                " train.tracker=none"
+            ) from e
+        offline = self.run.settings.mode == "offline"
+        folder = Path(self.run.settings.sync_dir)
+        self.where = f"offline; `wandb sync {folder}` sends it" if offline else self.run.url
+
+    def write(self, row: dict) -> None:
+        """Logs the values of one row."""
+        values = {k: v for k, v in row.items() if k != "step" and v is not None}
+        self.run.log(values, step=row["step"])
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self.run.finish()
+
+
 class SilentLog:
     """Replaces RunLog on all processes but the first, and logs nothing."""
 
     rows = 0
 
-    def train(self, *_) -> None: ...
-    def evaluation(self, *_) -> None: ...
-    def sample(self, *_) -> None: ...
-    def message(self, *_) -> None: ...
-    def draw(self) -> None: ...
-    def close(self) -> None: ...
+    def ignore(self, *_) -> None: ...
+
+    train = evaluation = sample = message = draw = close = ignore
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; skips a truncated last line and anything that is not a row."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    """The rows of a metrics.jsonl, if it exists; skips a truncated line and what is not a row."""
+    rows, text = [], path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -283,15 +339,6 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     write_whole(picture, png.getvalue())
-
-
-def _keep_until(path: Path, step: int) -> list[dict]:
-    """Drops rows after `step`, because a resumed run repeats these steps; returns the others."""
-    if not path.exists():
-        return []
-    kept = [r for r in read_metrics(path) if r["step"] <= step]
-    write_whole(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
-    return kept
 
 
 def print_line(text: str) -> None:

@@ -1,10 +1,14 @@
 """Clipping by global norm, then AdamW or Muon in optax, with decoupled weight decay of matrices.
 
+An update whose loss or gradient is not finite, or whose loss is a spike, is skipped.  The device
+decides, so that the host need not wait; the loop later reads how many were skipped in a row.
+
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; Jordan et al. 2024, "Muon: An
 optimizer for hidden layers in neural networks".
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,7 @@ from jaxllm.config import OptimizerConfig
 
 _NEWTON = 3.4445, -4.7750, 2.0315  # optax.contrib.muon's
 _BATCH = 2**26  # elements in a batch of matrices: 128 MB in bf16
+WINDOW = 100  # number of losses that define a spike
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -27,8 +32,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:  # wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)
-        falling = max(round(config.decay_fraction * steps), 1)
-        after = optax.linear_schedule(peak, end * peak, falling, max(rest - falling, 0))
+        falling = min(max(round(config.decay_fraction * steps), 1), rest)
+        after = optax.linear_schedule(peak, end * peak, falling, rest - falling)
     if not warmup:
         return after
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
@@ -128,3 +133,30 @@ def orthogonal(matrices, dtype):
                 y = y.T if rows > columns else y
                 results[i] = y * max(1, columns / rows) ** 0.5
     return jax.tree.unflatten(structure, results)
+
+
+class Watch(NamedTuple):
+    """The history that detects spikes; part of the training state and of every checkpoint."""
+
+    losses: jax.Array  # (WINDOW,) fp32, losses of the last accepted updates, padded with inf
+    skips: jax.Array  # () int32, updates skipped since the last accepted one
+
+
+def new_watch() -> Watch:
+    """The history before the first step."""
+    return Watch(jnp.full(WINDOW, jnp.inf), jnp.int32(0))
+
+
+def check_update(
+    watch: Watch, loss: jax.Array, grad_norm: jax.Array, spike: float
+) -> tuple[jax.Array, Watch]:
+    """(whether to accept the update, the new history).
+
+    spike: rejects a loss that exceeds the mean of the window by this many standard deviations; 0:
+    accepts every finite loss.
+    """
+    good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if spike:  # until the window is full, the deviation is NaN and the comparison false
+        good &= ~(loss > watch.losses.mean() + spike * watch.losses.std())
+    losses = jnp.where(good, jnp.append(watch.losses[1:], loss), watch.losses)
+    return good, Watch(losses, jnp.where(good, 0, watch.skips + 1))

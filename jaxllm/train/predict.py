@@ -91,7 +91,7 @@ def predict(config: Config, text: str) -> str:
     state = estimate.state_memory(trainer)
     held = sum(state.values())
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in state.items() if size)
-    sent = [str(t) for t in traffic(trainer, kind)] or ["none"]
+    sent = list(map(str, traffic(trainer, kind))) or ["none"]
     head = "remat", "activations", "total GiB", "", "recomputed", "s per step", "tokens/s per GPU"
     choices = get_args(type(config.model).model_fields["remat"].annotation)
     try:
@@ -105,10 +105,7 @@ def predict(config: Config, text: str) -> str:
             f" {UTILIZATION:.0%} of the peak FLOP/s, {REACHED:.0%} of the data sheet's"
             f" bandwidths{fp8}",
             f"state    per GPU, GiB: {parts}; {held / GIB:.2f} of {GPUS[kind].memory / GIB:.1f}",
-            *(
-                f"{name:<8} {line}"
-                for name, line in zip(["traffic"] + [""] * 9, sent, strict=False)
-            ),
+            *(f"{'' if i else 'traffic':<8} {line}" for i, line in enumerate(sent)),
             *_aligned(rows),
         ]
     )
@@ -136,12 +133,8 @@ def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]
     fast, slow = max(compute, waiting), compute + waiting
     fits = "fits" if total <= GPUS[kind].memory else "too much"
     sizes = f"{activations / GIB:.2f}", f"{total / GIB:.2f}", fits, f"{more:.0%}"
-    return (
-        remat,
-        *sizes,
-        f"{fast:.3g} to {slow:.3g}",
-        f"{tokens / slow:,.0f} to {tokens / fast:,.0f}",
-    )
+    speed = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
+    return (remat, *sizes, f"{fast:.3g} to {slow:.3g}", speed)
 
 
 def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
@@ -172,7 +165,7 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     # Queries, keys, values and outputs are exchanged in both passes; recomputation may repeat it.
     model = config.model
     if isinstance(model, VLSTMConfig):
-        width = model.n_heads * (2 * model.qk_dim + 2 * model.v_dim)
+        width = 2 * model.n_heads * (model.qk_dim + model.v_dim)
     else:
         width = 2 * (model.n_heads + getattr(model, "n_kv_heads", model.n_heads)) * model.head_dim
     sizes["context"] = 2 * share(context) * model.n_layers * 2 * tokens * width // tensor

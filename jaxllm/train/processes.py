@@ -308,12 +308,6 @@ class StopTogether:
     JAX's preemption service, which `jax.distributed` starts, handles the signal.
     """
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def after(self, step: int) -> int | None:
         """SIGTERM if the run is to stop after this step, else None; call it after every step."""
         from jax.experimental import multihost_utils

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.errors import memory_errors
+from jaxllm.errors import in_short, memory_errors
 
 
 class StepClock:
@@ -46,36 +46,42 @@ class StepClock:
 
 
 class StepTrace:
-    """Traces steps first ... end - 1 of span = (first, end) into a folder; (0, 0): none.
+    """Traces the steps of `span` that this process takes into a folder.
 
-    The loop waits for the devices and calls `start()` before the step for which `begins(step)` is
-    true, and `stop()` after the step for which `ends(step)` is true.
+    No step may be running when the loop calls `start` or `stop`.
     """
 
-    def __init__(self, span: tuple[int, int], folder: Path):
-        self.first, self.end = span
-        self.folder = folder
+    def __init__(self, span: range, folder: Path):
+        self.span, self.folder = span, folder
+        self.first: int | None = None  # the first traced step, while the trace runs
 
     def begins(self, step: int) -> bool:
-        """Whether `step` is the first step of the trace."""
-        return bool(self.end) and step == self.first
+        """Whether to start the trace before `step`: a resumed run may begin amid the span."""
+        return self.first is None and step in self.span
 
-    def ends(self, step: int) -> bool:
-        """Whether `step` is the last step of the trace."""
-        return bool(self.end) and step == self.end - 1
+    def ends(self, step: int, stopping: bool) -> bool:
+        """Whether to stop the trace after `step`, which may be the last before a signal."""
+        return self.first is not None and (stopping or step + 1 not in self.span)
 
-    def start(self) -> None:
-        """Starts the trace; no step may be running."""
+    def start(self, step: int) -> None:
+        """Starts the trace."""
         jax.profiler.start_trace(str(self.folder))
+        self.first = step
 
-    def stop(self) -> str:
-        """Writes the trace; returns a table of the ten longest kernels.  No step may be running."""
-        jax.profiler.stop_trace()
-        n = self.end - self.first
-        files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-        times, calls = kernel_times(files[-1])
-        if not times:
+    def stop(self, step: int) -> str:
+        """Writes the trace; returns a table of the ten longest kernels."""
+        n, self.first = step + 1 - (self.first or 0), None
+        try:
+            jax.profiler.stop_trace()
+            files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+            events = list(kernel_events(files[-1]))
+        except (RuntimeError, OSError, IndexError) as e:  # the disk is full
+            return f"profile  {self.folder} could not be written ({in_short(e)})"
+        if not events:
             return f"profile  {self.folder}: no kernels (only a GPU's kernels are timed)"
+        times, calls = Counter(), Counter(event.name for event in events)
+        for event in events:
+            times[event.name] += event.duration_ns / 1e6
         total = sum(times.values())
         rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms per step; the ten longest:"]
         for name, ms in times.most_common(10):
@@ -83,6 +89,11 @@ class StepTrace:
                 f"{ms / n:10.3f} ms {ms / total:6.1%} {calls[name] / n:7.1f} x  {name[:90]}"
             )
         return "\n".join(rows)
+
+    def close(self) -> None:
+        """Ends a trace that an error has left running: the run may go on from a checkpoint."""
+        if self.first is not None:
+            jax.profiler.stop_trace()
 
 
 def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
@@ -94,12 +105,3 @@ def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
             # The others repeat the time by module and source.
             if line.name.startswith("Stream"):
                 yield from line.events
-
-
-def kernel_times(path: Path) -> tuple[Counter, Counter]:
-    """({kernel: ms}, {kernel: calls}) of `kernel_events`."""
-    times, calls = Counter(), Counter()
-    for event in kernel_events(path):
-        times[event.name] += event.duration_ns / 1e6
-        calls[event.name] += 1
-    return times, calls

@@ -96,7 +96,7 @@ class LoadedRun:
         try:
             begins = (folder / ".lock").exists() and not config.exists()  # the run is compiling
             self.config = "" if begins else config.read_text(encoding="utf-8", errors="replace")
-            self.rows = read_metrics(path) if path.exists() else []  # jaxllm convert writes none
+            self.rows = read_metrics(path)  # jaxllm convert writes none
         except OSError as e:
             raise InputError(
                 f"{folder} is not a run's directory: {e.strerror}: {e.filename}"
@@ -176,17 +176,14 @@ def chart(
     # A log scale cannot show a gradient norm of 0.
     shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
     axis, sizes, tokens = x_axis(runs)
-    scales = None
-    if key == "loss" and len({run.about.get("tokenizer") for run in runs}) > 1:
-        scales = [run.bits for run in runs]
-    if scales and None not in scales:  # nats per token of different tokens cannot be compared
+    # Nats per token of different tokens cannot be compared.
+    tokenizers = {run.about.get("tokenizer") for run in runs}
+    in_bits = key == "loss" and len(tokenizers) > 1 and all(run.bits for run in runs)
+    if in_bits:
         unit = unit.replace("nats per token", "bits per byte")
-    else:
-        scales = [1.0] * len(runs)
     read = lambda key: [
-        # pyrefly: ignore[unsupported-operation]
-        [(s * size, v * by) for s, v in run.points(key)]
-        for run, size, by in zip(runs, sizes, scales, strict=True)
+        [(s * size, v * ((in_bits and run.bits) or 1)) for s, v in run.points(key)]
+        for run, size in zip(runs, sizes, strict=True)
     ]
     curves, dots = [shown(points) for points in read(key)], read("val_loss")
     if end:
@@ -273,9 +270,8 @@ def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
     values = [v for points in curves for _, v in points]
     lowest, highest = max(min(values), min(medians) / SPIKE), min(max(values), max(medians) * SPIKE)
     axes.set_yscale("log")
-    axes.set_ylim(
-        lowest / 1.6, highest * 1.6
-    )  # spans 2.5 at least, so there is a tick at 1, 2 or 5
+    # It spans 2.5 at least, so there is a tick at 1, 2 or 5.
+    axes.set_ylim(lowest / 1.6, highest * 1.6)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
 

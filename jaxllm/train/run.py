@@ -19,10 +19,10 @@ from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
-from jaxllm.train import processes
-from jaxllm.train.metrics import print_line, read_metrics
+from jaxllm.train import processes, report
+from jaxllm.train.metrics import check_tracker, print_line, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
-from jaxllm.train.tracker import check_tracker
+from jaxllm.train.summary import summarize_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,12 +38,17 @@ def _run(argv: list[str]) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
     check_dtypes(config)
-    if arguments.dry_run not in (None, "here"):
-        return predict(config, arguments.dry_run)
     if arguments.dry_run is None:  # a dry run opens no data
         check_files(config)
         check_tracker(config)
+    elif arguments.dry_run != "here":  # GPUs like 64xH200, which need not be here
+        os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
+    if arguments.dry_run not in (None, "here"):
+        from jaxllm.train.predict import predict
+
+        print_line(predict(config, arguments.dry_run))
+        return 0
     where = processes.places(
         arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
     )
@@ -68,8 +73,9 @@ def _train(arguments: command_line.Arguments) -> int:
     while status is None:
         with contextlib.ExitStack() as stack:
             run = Run(arguments.config, arguments.out_dir, resume, stack)
-            signals = StopSignals() if run.world == 1 else processes.StopTogether()
-            with signals as stop, no_long_pauses():
+            alone = run.world == 1
+            stop = stack.enter_context(StopSignals()) if alone else processes.StopTogether()
+            with no_long_pauses():
                 status = run.loop(stop, again)
         del run
         resume = again = True
@@ -96,15 +102,6 @@ def check_files(config: Config) -> None:
     check_paths(config.data)
 
 
-def predict(config: Config, gpus: str) -> int:
-    """Prints what a step would need on GPUs like 64xH200, wherever this runs."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    from jaxllm.train.predict import predict
-
-    print_line(predict(config, gpus))
-    return 0
-
-
 def dry_run(config: Config) -> int:
     """Prints what a run needs; compiles and writes nothing.  Raises InputError if it cannot fit."""
     import jax
@@ -118,7 +115,7 @@ def dry_run(config: Config) -> int:
     emit = print_line if jax.process_index() == 0 else lambda text: None
     launch.print_header(trainer, None, emit)
     launch.trace_step(trainer)
-    launch.print_kernels(emit)
+    emit(f"kernels  {launch.kernel_summary()}")
     emit(estimate.summarize(trainer))
     return 0
 
@@ -136,6 +133,7 @@ class Run:
         from jaxllm.data import open_dataset
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
+        from jaxllm.train.profiling import StepTrace
         from jaxllm.weights.pretrained import text_folder
 
         self.config, self.out_dir, train = config, out_dir, config.train
@@ -190,6 +188,9 @@ class Run:
             )
             self.step_program, self.canary = compiling.result()
         self.evaluate = self.trainer.eval_step()
+        # Processes of one machine would write their traces to one file.
+        span = range(*config.profile.span) if self.rank == 0 else range(0)
+        self.trace = StepTrace(span, out_dir / "profile")
         try:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
         except OSError as e:
@@ -206,7 +207,7 @@ class Run:
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
-            if self.chat and self.start == 0 and not again:
+            if self.chat and self.start == 0:
                 self._sample(0)  # to compare with what it learns to say
             step, received = self._take_steps(batches, stop)
             self._finish()
@@ -217,7 +218,8 @@ class Run:
                     f" continue with {options}"
                 )
                 return 128 + received
-            self._print_summary()
+            if self.rank == 0:
+                self.log.message(summarize_run(self.out_dir, self.prompt, self.chat))
             return 0
         except RunError as e:
             with contextlib.suppress(RunError):
@@ -232,6 +234,7 @@ class Run:
             del self.state  # frees the memory for it
             return None
         finally:
+            self.trace.close()
             batches.close()
             self.log.close()
 
@@ -239,17 +242,18 @@ class Run:
         self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
-        from jaxllm.train.profiling import StepClock, StepTrace
+        from jaxllm.train.profiling import StepClock
 
-        steps = self.config.train.steps
-        if self.start == steps:
-            self._complete()
-        trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
+        steps, trace = self.config.train.steps, self.trace
+        if self.start:  # a signal or a kill may have come between a save and what follows it
+            rows = read_metrics(self.out_dir / "metrics.jsonl")
+            logged = {key for row in rows if row["step"] == self.start for key in row}
+            self._evaluate_sample_save(self.start, self._due(self.start) - logged - {"checkpoint"})
         clock = StepClock(self._record, self.advice)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):
                 with clock.stopped():
-                    trace.start()
+                    trace.start(step)
             batch = self.trainer.put_batch(next(batches))
             if self.canary is not None and step % self.config.train.verify_every == 0:
                 self.state, metrics = self.canary.take(step, self.state, batch)
@@ -259,46 +263,32 @@ class Run:
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
             received = stop.after(step) if step < steps else None
-            if trace.ends(step) or self._pauses_after(step) or received is not None:
+            due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
+            if due or trace.ends(step, received is not None):
                 with clock.stopped():
-                    if trace.ends(step):
-                        self.log.message(trace.stop())
-                    self._evaluate_sample_save(step, stopping=received is not None)
+                    if trace.ends(step, received is not None):
+                        self.log.message(trace.stop(step))
+                    self._evaluate_sample_save(step, due)
             if received is not None:
                 return step, received
         return steps, None
 
-    def _due(self, step: int, every: int) -> bool:
-        return step == self.config.train.steps or (every > 0 and step % every == 0)
-
-    def _pauses_after(self, step: int) -> bool:
+    def _due(self, step: int) -> set[str]:
+        """What is due after a step, by its key in metrics.jsonl, and "checkpoint"."""
         train = self.config.train
-        every = (train.eval_every, self.config.sample.every, train.checkpoint_every)
-        return any(self._due(step, e) for e in every)
+        every = {"loss": train.log_every, "val_loss": train.eval_every}
+        every |= {"sample": self.config.sample.every, "checkpoint": train.checkpoint_every}
+        return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
-    def _evaluate_sample_save(self, step: int, stopping: bool) -> None:
-        """Evaluates, samples and saves as due after a step; if the run stops, only saves."""
-        train, val_loss = self.config.train, None
-        if self._due(step, train.eval_every) and not stopping:
-            val_loss = self._validate(step)
-        if self._due(step, self.config.sample.every) and not stopping:
+    def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
+        val_loss = self._validate(step) if "val_loss" in due else None
+        if "sample" in due:
             self._sample(step)
-        if self._due(step, train.checkpoint_every) or stopping:
+        if "checkpoint" in due:
             self._save(step, val_loss)
-
-    def _complete(self) -> None:
-        """Catches up on evaluation and sample if the run was killed after its last step."""
-        rows = read_metrics(self.out_dir / "metrics.jsonl")
-        logged = {key for row in rows if row["step"] == self.start for key in row}
-        if "val_loss" not in logged:
-            self._validate(self.start)
-        if "sample" not in logged:
-            self._sample(self.start)
 
     def _finish(self) -> None:
         """Waits for the last checkpoint; writes loss.png and report.html."""
-        from jaxllm.train import report
-
         try:
             self.checkpoints.close()
         finally:  # a disk that is too full for a checkpoint may have room for these
@@ -306,16 +296,8 @@ class Run:
             if self.rank == 0:
                 try:
                     report.write([self.out_dir], self.out_dir / "report.html")
-                except InputError as e:  # nothing was logged yet
-                    self.log.message(f"no report.html: {e}")
-                except OSError as e:  # the disk is full
-                    self.log.message(f"no report.html: {e.strerror}")
-
-    def _print_summary(self) -> None:
-        from jaxllm.train.summary import summarize_run
-
-        if self.rank == 0:
-            self.log.message(summarize_run(self.out_dir, self.prompt, self.chat))
+                except (InputError, OSError) as e:  # nothing was logged yet; the disk is full
+                    self.log.message(f"no report.html: {getattr(e, 'strerror', e)}")
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs a finished step; raises RunError for corruption or too many skipped updates."""
@@ -323,7 +305,7 @@ class Run:
         if self.canary is not None:
             self.canary.check(step)
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
-        if skips or self._due(step, train.log_every):
+        if skips or "loss" in self._due(step):
             self.log.train(step, loss, lr, norm, seconds, int(skips))
         if not skips:
             return
@@ -345,7 +327,7 @@ class Run:
             return f"{text} its loss is a spike; raise train.skip_spikes={train.skip_spikes}"
         import jax
 
-        from jaxllm.train.guard import first_not_finite
+        from jaxllm.train.verify import first_not_finite
 
         batches = self.dataset.train_batches(train.batch_size, *self.trainer.batch_part, sample)
         batch = self.trainer.put_batch(next(batches))
@@ -412,23 +394,16 @@ class Run:
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         ends = tokenizer.chat_ends if self.chat else ends
+        options = dict(sample=step, rows=rows, ends=ends)
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
-                tokens = generate(
-                    self.trainer.graph,
-                    self.whole,
-                    prompt,
-                    config,
-                    sample=step,
-                    rows=rows,
-                    ends=ends,
-                )
+                tokens = generate(self.trainer.graph, self.whole, prompt, config, **options)
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return
         if self.chat:
-            answer = tokenizer.decode(tokens, special=False)
-            self.log.sample(step, f"> {self.prompt}\n{answer}")
-            return
-        known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
-        self.log.sample(step, self.prompt + tokenizer.decode(prompt + tokens)[known:])
+            text = f"> {self.prompt}\n{tokenizer.decode(tokens, special=False)}"
+        else:
+            known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
+            text = self.prompt + tokenizer.decode(prompt + tokens)[known:]
+        self.log.sample(step, text)

@@ -20,8 +20,15 @@ from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
-from jaxllm.train import guard
-from jaxllm.train.optim import at_step, global_norm, learning_rate, make_optimizer
+from jaxllm.train.optim import (
+    Watch,
+    at_step,
+    check_update,
+    global_norm,
+    learning_rate,
+    make_optimizer,
+    new_watch,
+)
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
 from pallas_kernels.totals import summed
@@ -33,7 +40,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32, steps done
     params: nnx.State  # fp32: all, or only the adapters
     opt_state: optax.OptState
-    watch: guard.Watch
+    watch: Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
     copies: tuple[jax.Array, ...] = ()
@@ -137,11 +144,11 @@ class Trainer:
         if self.lora is None:
             return nnx.state(create(self.config.model, seed=self.config.train.seed), nnx.Param)
         leaves, structure = jax.tree.flatten(self.abstract_params)
-        # A comes before B, which begins as zero.
-        of_a = [i % 2 == 0 for i in range(len(leaves))]
         keys = jax.random.split(jax.random.key(self.config.train.seed), len(leaves))
-        pairs = zip(keys, leaves, of_a, strict=True)
-        drawn = [draw(k, p.shape) if is_a else jnp.zeros(p.shape) for k, p, is_a in pairs]
+        # A comes before B, which begins as zero.
+        drawn = [
+            jnp.zeros(p.shape) if i % 2 else draw(keys[i], p.shape) for i, p in enumerate(leaves)
+        ]
         return jax.tree.unflatten(structure, drawn)
 
     def _state_shardings(self, params: nnx.State) -> TrainState:
@@ -164,7 +171,7 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        watch = guard.Watch(whole, whole)
+        watch = Watch(whole, whole)
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt_state, watch, of_copies, of_base)
 
@@ -186,21 +193,16 @@ class Trainer:
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state = self.optimizer.init(params)
-        return TrainState(
-            jnp.int32(0), params, opt_state, guard.new_watch(), self._make_copies(params)
-        )
+        return TrainState(jnp.int32(0), params, opt_state, new_watch(), self._make_copies(params))
 
-    def _gathered(self, params: nnx.State) -> nnx.State:
-        """The working parameters, where those without a copy are split like the state."""
-        if not self.config.mesh.shard_optimizer:
-            return params
-        return jax.lax.with_sharding_constraint(params, self.working_shardings)
+    def _placed(self, params: nnx.State, shardings: nnx.State) -> nnx.State:
+        """Arrays like the parameters, which a split optimizer moves to these shardings."""
+        split = self.config.mesh.shard_optimizer
+        return jax.lax.with_sharding_constraint(params, shardings) if split else params
 
     def _scattered(self, grads: nnx.State) -> nnx.State:
         """Gradients split like the state: their sum over the replicas is then a reduce-scatter."""
-        if not self.config.mesh.shard_optimizer:
-            return grads
-        return jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
+        return self._placed(grads, self.state_shardings.params)
 
     def complete(self, saved: TrainState, base: nnx.State | tuple = ()) -> TrainState:
         """Completes a restored state with its copies and the frozen weights."""
@@ -258,10 +260,8 @@ class Trainer:
         like = jax.ShapeDtypeStruct(
             (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
         )
-        names = ["tokens", "labels"]
-        if self.config.data.packed:
-            names += ["segment_ids", "positions"]
-        return dict.fromkeys(names, like)
+        packed = ["segment_ids", "positions"] if self.config.data.packed else []
+        return dict.fromkeys(["tokens", "labels", *packed], like)
 
     @functools.cached_property
     def batch_part(self) -> tuple[int, int]:
@@ -270,19 +270,7 @@ class Trainer:
 
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
         """Makes global arrays from this process's `batch_part` of the rows of a batch (numpy)."""
-        part, parts = self.batch_part
-
-        def put(rows):
-            first = part * len(rows)
-
-            def piece(index):  # of the global array, on one device
-                at = range(*index[0].indices(parts * len(rows)))
-                return rows[at.start - first : at.stop - first, *index[1:]]
-
-            shape = (parts * len(rows), *rows.shape[1:])
-            return jax.make_array_from_callback(shape, self.batch_sharding, piece)
-
-        return {name: put(rows) for name, rows in batch.items()}
+        return jax.make_array_from_process_local_data(self.batch_sharding, batch)
 
     def trace_train_step(self) -> jax.stages.Traced:
         """Traces the train step (state, batch) -> (state, metrics); it donates the state's buffers.
@@ -371,7 +359,8 @@ class Trainer:
         good, new, metrics = self._updated(state, loss, grads)
         same = (sums == seen).all()
         # Only the copies change otherwise: they are cast anew from the old parameters.
-        step, watch = guard.select(same, (new.step, new.watch), (state.step, state.watch))
+        keep = functools.partial(jnp.where, same)
+        step, watch = jax.tree.map(keep, (new.step, new.watch), (state.step, state.watch))
         new = new._replace(step=step, watch=watch)
         return self._accepted(good & same, new, state), metrics, sums
 
@@ -391,7 +380,7 @@ class Trainer:
             loss, grads = jax.value_and_grad(mean_loss)(params, part, number)
             return loss, self._scattered(grads)
 
-        working = self._gathered(self.working(state))
+        working = self._placed(self.working(state), self.working_shardings)
         parts = self.config.train.grad_accum
         if parts == 1:
             return grad(working, batch, 0)
@@ -419,7 +408,7 @@ class Trainer:
         updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norm = global_norm(grads)
-        good, watch = guard.check_update(state.watch, loss, norm, self.config.train.skip_spikes)
+        good, watch = check_update(state.watch, loss, norm, self.config.train.skip_spikes)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -431,9 +420,8 @@ class Trainer:
 
     def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
         """The new state, completed, with the old parameters and moments unless `good`."""
-        params, opt_state = guard.select(
-            good, (new.params, new.opt_state), (old.params, old.opt_state)
-        )
+        pairs = (new.params, new.opt_state), (old.params, old.opt_state)
+        params, opt_state = jax.tree.map(functools.partial(jnp.where, good), *pairs)
         # The copies are cast before they are gathered, which halves the bytes.
         copies = self._make_copies(self._scattered(params))
         return new._replace(params=params, opt_state=opt_state, copies=copies, base=old.base)

@@ -52,5 +52,6 @@ def generate_command(out_dir: Path, prompt: str, chat: bool = False) -> str:
         known = uv or shutil.which("python") == python
         command = ["python" if known else python, "-m", "jaxllm", "generate"]
     before = ["uv", "run"] if uv else []
-    options = ["--checkpoint", str(out_dir.absolute()), *["--chat"] * chat, "--prompt", prompt]
+    text = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt]
+    options = ["--checkpoint", str(out_dir.absolute()), *["--chat"] * chat, *text]
     return shlex.join([*before, *command, *options])

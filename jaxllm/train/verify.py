@@ -1,16 +1,20 @@
 """A canary for silent corruption: computes a step twice and compares checksums of its arrays.
 
 Steps are deterministic, so two computations of one step from one state and batch agree in every
-bit.  docs/reliability.md says what this finds and what it cannot find.
+bit.  docs/reliability.md says what this finds and what it cannot find.  Of a step that is not
+finite, `first_not_finite` names the layer.
 """
 
 from collections import Counter
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxllm.errors import Corruption
+from jaxllm.models.language_model import LanguageModel, Stream
 from jaxllm.train.step import Trainer, TrainState
 
 KINDS = {"before": "", "gradient": "the gradient of ", "after": "the new "}
@@ -93,3 +97,26 @@ def _describe(path: tuple) -> str:
 
 def _more(count: int, noun: str) -> str:
     return "" if count == 1 else f" and {count - 1} more {noun}{'s' * (count > 2)}"
+
+
+def first_not_finite(graph, params, tokens, labels, **documents) -> str:
+    """Name of the first layer whose output on this batch has a NaN or an infinity.
+
+    Returns "the gradient" if the forward pass is finite.
+    documents: segment_ids and positions, if the batch has them.
+    """
+
+    @jax.jit
+    def finite(params, tokens, labels, documents):
+        model: LanguageModel = nnx.merge(graph, params)
+        embedded = model.embedding(tokens, documents.get("positions"))
+        stream, outputs = Stream(None, None, embedded), {"embedding": embedded}
+        for i, (stream, _) in enumerate(model.walk(embedded, **documents)):
+            outputs[f"blocks.{i}"] = stream.sum()
+        outputs["norm"] = stream.normed(model.norm)[0]
+        outputs["loss"] = model.loss(tokens, labels, **documents)
+        return {name: jnp.isfinite(x).all() for name, x in outputs.items()}
+
+    flags = finite(params, tokens, labels, documents)  # jit sorts the keys of a dict
+    order = ["embedding", *(f"blocks.{i}" for i in range(len(flags) - 3)), "norm", "loss"]
+    return next((name for name in order if not flags[name]), "the gradient")

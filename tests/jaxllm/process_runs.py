@@ -106,13 +106,13 @@ def pair(name: str) -> list[Command]:
     """Two commands of one process each, as on two machines, which only talk to each other."""
 
     def talk() -> int:
-        with processes.StopTogether() as stop:
-            for step in itertools.count():
-                multihost_utils.process_allgather(np.ones(1))
-                print(f"step {step}/", flush=True)
-                if number := stop.after(step):
-                    return 128 + number
-                time.sleep(0.05)
+        stop = processes.StopTogether()
+        for step in itertools.count():
+            multihost_utils.process_allgather(np.ones(1))
+            print(f"step {step}/", flush=True)
+            if number := stop.after(step):
+                return 128 + number
+            time.sleep(0.05)
 
     import numpy as np
     from jax.experimental import multihost_utils

@@ -40,6 +40,9 @@ def test_wsd_is_stable_and_falls_at_the_end():
     got = rates(10, schedule="wsd", warmup_steps=2, decay_fraction=0.4, final_fraction=0.0)
     np.testing.assert_allclose(got[1:7], 1)
     np.testing.assert_allclose(got[7:], [0.75, 0.5, 0.25, 0.0], atol=1e-6)
+    # A warm-up that leaves less room for the fall makes it steeper.
+    got = rates(10, schedule="wsd", warmup_steps=8, decay_fraction=0.4, final_fraction=0.0)
+    np.testing.assert_allclose(got[7:], [1, 1, 0.5, 0.0], atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])

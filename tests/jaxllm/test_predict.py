@@ -143,5 +143,23 @@ def test_a_device_is_known_by_its_name(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_slower_relative_of_a_device_does_not_have_its_peak(name, peak):
+    assert metrics.peak_flops(name) == peak
+
+
 def test_the_kinds_have_a_peak():
     assert set(predict.GPUS) <= set(predict.PEAK_FLOPS)

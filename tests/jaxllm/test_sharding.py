@@ -182,6 +182,18 @@ def test_more_tensor_devices_than_kv_heads_are_refused_with_the_fix():
     assert "use mesh.fsdp for the other devices" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "named"), [(4, "d_ff=66"), (3, "vocab_size, padded to a multiple of 128,=256")]
+)
+def test_widths_that_the_tensor_axis_does_not_divide_are_refused(tensor, named):
+    class Mesh:
+        shape = dict(data=1, fsdp=1, context=1, tensor=tensor)
+
+    shape = dict(vocab_size=200, n_layers=1, n_heads=12, n_kv_heads=12, d_model=48, max_seq_len=8)
+    with pytest.raises(InputError, match=f"mesh.tensor={tensor} does not divide model.{named}"):
+        check_model(Llama3Config(d_ff=66, **shape), Mesh)
+
+
 def test_a_batch_that_does_not_divide_is_refused():
     train = TrainConfig(steps=1, batch_size=12, seq_len=8, grad_accum=4)
     with pytest.raises(InputError, match=r"batch_size=12 is not a multiple of 2 devices"):

@@ -8,8 +8,7 @@ import sys
 import pytest
 from training_runs import error_of
 
-from jaxllm.train import tracker
-from jaxllm.train.metrics import RunLog, read_metrics
+from jaxllm.train.metrics import RunLog, Wandb, read_metrics
 
 ROW = dict(loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
 
@@ -23,7 +22,7 @@ def test_a_missing_package_gives_one_line(tiny, capsys, monkeypatch):
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, capsys):
-    class Broken(tracker.Wandb):
+    class Broken(Wandb):
         def __init__(self):
             self.run = self
 
@@ -45,8 +44,7 @@ def test_weights_and_biases_gets_every_value_offline(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     code = f"""
 import json, pathlib
-from jaxllm.train.metrics import RunLog
-from jaxllm.train.tracker import Wandb
+from jaxllm.train.metrics import RunLog, Wandb
 out_dir = pathlib.Path({str(tmp_path)!r})
 tracker = Wandb(out_dir, {{"train": {{"steps": 2}}}})
 log = RunLog(out_dir, 2, 0, tokens=100, flops=1e9, peak=None, tracker=tracker)

@@ -22,13 +22,13 @@ import train
 from jaxllm import config as configs
 from jaxllm.data import open_dataset
 from jaxllm.infer import generate
-from jaxllm.sharding import make_mesh
+from jaxllm.sharding import make_mesh, normal
 from jaxllm.text import Tokenizer
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
-from jaxllm.train.process import StopSignals, lock_directory
-from jaxllm.train.profiling import StepClock
+from jaxllm.train.process import StopSignals, lock_directory, set_xla_flags
+from jaxllm.train.profiling import StepClock, StepTrace
 from jaxllm.train.run import Run
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
@@ -145,6 +145,7 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
         if uv:
             monkeypatch.setenv("UV", "/usr/bin/uv")
         assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
+    assert summary.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
 
 
 def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypatch):
@@ -163,6 +164,42 @@ def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypa
     now[0] += 1
     with clock.stopped():
         assert steps[3:] == [(4, {"loss": 4.0}, 2.0)]
+
+
+def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+
+    def take(start, steps, signal_after=None):
+        trace, ended = StepTrace(range(4, 8), tmp_path), []
+        for step in range(start + 1, steps + 1):
+            if trace.begins(step):
+                trace.start(step)
+            if trace.ends(step, step == signal_after):
+                ended.append(step)
+                # There is no file, as on a full disk.
+                assert "could not be written" in trace.stop(step)
+            if step == signal_after:
+                break
+        trace.close()
+        assert calls in ([], ["start", "stop"]), calls
+        calls.clear()
+        return ended
+
+    assert (take(0, 9), take(5, 9), take(7, 9)) == ([7], [7], [])  # resumed in it, and after it
+    assert (take(0, 9, signal_after=5), take(0, 5)) == ([5], [])  # an error ends the second
+
+
+def test_settings_for_other_programs_do_not_reach_a_run(same_environment):
+    """With 64 bits the parameters would be float64; optax promotes integers to floats."""
+    before = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict"}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    set_xla_flags(deterministic=True)
+    draw = lambda: normal(jax.random.key(0), (2,), 0.02, ())
+    assert jax.eval_shape(draw).dtype == np.float32
+    assert (jax.numpy.int32(2) * jax.numpy.float32(0.5)).dtype == np.float32
 
 
 def test_every_program_is_compiled_once(straight):
@@ -219,7 +256,7 @@ def test_a_damaged_file_of_metrics_is_noticed(damage, lost, straight, tmp_path, 
     line = f"metrics.jsonl is damaged: it lacks {lost} rows of this run"
     assert (line in capsys.readouterr().out) == (lost > 0)
     steps = [row["step"] for row in read_metrics(tmp_path / "x" / "metrics.jsonl")]
-    assert len(steps) == 65 - lost + 2
+    assert len(steps) == 65 - lost + 2 + (lost > 0)  # it evaluates step 60 again
     assert steps[-1] == 61
 
 
@@ -336,6 +373,21 @@ class TestFinishedRun:
         assert (copy / "loss.png").exists()
         assert f"step {STEPS}</figcaption>" in (copy / "report.html").read_text()
         assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
+
+    def test_a_run_stopped_in_its_trace_and_before_its_evaluation_catches_up(
+        self, straight, copy, capsys, same_environment
+    ):
+        rows = read_metrics(copy / "metrics.jsonl")
+        lines = [json.dumps(r) + "\n" for r in rows if r["step"] < STEPS or "loss" in r]
+        (copy / "metrics.jsonl").write_text("".join(lines))
+        more = f"--train.steps {STEPS + 3} --profile.steps {STEPS - 2}:{STEPS + 3}".split()
+        status = train.main(["--resume", "--out_dir", str(copy), *more])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        assert f"profile  {copy / 'profile'}: no kernels" in out or "kernels 0" in out
+        logged = read_metrics(copy / "metrics.jsonl")
+        kinds = [{"loss", "val_loss", "sample"} & r.keys() for r in logged if r["step"] == STEPS]
+        assert kinds == [{"loss"}, {"val_loss"}, {"sample"}]
 
     def test_a_second_process_is_refused(self, copy, capsys):
         more = ["--train.steps", "70"]

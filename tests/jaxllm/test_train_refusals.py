@@ -59,6 +59,10 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
         (["--config", "llama3_small", "--out_dir", ""], "--out_dir: it is empty; name"),
         (["--config", "llama3_small", "--out_dir", 300 * "x"], "created: File name too long; name"),
+        (
+            ["--config", "llama3_small", "--out_dir", "gs://b/c"],
+            "gs:/b/c cannot be created: it is",
+        ),
         (["--resume", "--out_dir", 300 * "x"], "cannot be created: File name too long; name"),
         (["--config", 300 * "x"], "no configuration xxx"),
         (["--config", "configs"], "configuration configs is a folder; name a YAML file in it"),

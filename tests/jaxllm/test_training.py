@@ -21,7 +21,7 @@ from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
-from jaxllm.train import guard
+from jaxllm.train import optim, verify
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import RunLog, peak_memory, read_metrics
 from jaxllm.train.step import Trainer
@@ -165,9 +165,9 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
         batch = random_batch(i)
         batch["tokens"][0, 0] = first
         if i == 6:  # the first of two spikes comes before the window is full
-            noise = np.random.default_rng(0).normal(0, 0.1, guard.WINDOW)
+            noise = np.random.default_rng(0).normal(0, 0.1, optim.WINDOW)
             losses = jnp.asarray(loss / 1.5 + noise, jnp.float32)
-            state = state._replace(watch=guard.Watch(losses, state.watch.skips))
+            state = state._replace(watch=optim.Watch(losses, state.watch.skips))
         before = jax.tree.map(np.array, state)  # copies: the step takes the buffers
         state, metrics = step(state, t.put_batch(batch))
         loss = float(metrics["loss"])
@@ -182,16 +182,16 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
 
 
 def test_the_losses_in_the_window_define_spikes():
-    watch = guard.new_watch()
-    for i in range(guard.WINDOW):
-        good, watch = guard.check_update(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
+    watch = optim.new_watch()
+    for i in range(optim.WINDOW):
+        good, watch = optim.check_update(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
         assert good  # nothing is a spike before the window is full
     # mean 5.5, standard deviation 0.5
-    assert guard.check_update(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
-    assert not guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
-    assert guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
-    assert not guard.check_update(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
-    good, after = guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
+    assert optim.check_update(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
+    assert not optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
+    assert optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
+    assert not optim.check_update(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
+    good, after = optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
     assert int(after.skips) == 1
     np.testing.assert_array_equal(after.losses, watch.losses)
 
@@ -210,7 +210,7 @@ def test_the_first_layer_that_is_not_finite_is_found(layer):
     batch = random_batch()
     if layer == "blocks.1":
         batch |= documents(batch["tokens"], 7)
-    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **batch)
+    found = verify.first_not_finite(t.graph, nnx.state(model, nnx.Param), **batch)
     assert found == layer
 
 
@@ -309,3 +309,8 @@ def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     assert rows[3]["loss"] is None
     assert [r["tokens"] for r in rows] == [100, 200, 300, 400]
     assert (tmp_path / "loss.png").stat().st_size > 1000
+    for _ in range(2):  # a chat's first sample is at step 0, which a new beginning repeats
+        third = log(0)
+        third.sample(0, "> Hello")
+        third.close()
+        assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0]

@@ -138,7 +138,8 @@ def test_a_corrupted_step_rolls_back_once_then_stops_and_the_run_is_the_same(
     tiny, tmp_path, capsys, monkeypatch
 ):
     more = """--train.steps 6 --train.checkpoint_every 3 --train.eval_every 0 --sample.tokens 0
-        --model.n_layers 1 --train.verify_every 2 --train.on_corruption rollback""".split()
+        --model.n_layers 1 --train.verify_every 2 --train.on_corruption rollback
+        --profile.steps 3:6""".split()
     assert train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "plain"), *more]) == 0
     take, out_dir = Canary.take, tmp_path / "verified"
 
