@@ -36,7 +36,7 @@ class MLP(Layer):
     ):
         linear = partial(linear, bias=True, implementation=implementation, rngs=rngs)
         self.up = linear(d_model, d_ff, std=std)
-        self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
+        self.down = linear(d_ff, d_model, axes=ROWS, std=std if out_std is None else out_std)
         self.implementation = implementation
 
     def __call__(
@@ -97,7 +97,9 @@ class GatedMLP(Layer):
         linear = partial(linear, implementation=implementation, rngs=rngs)
         self.gate = linear(d_model, d_ff, name="gate_proj", std=std)
         self.up = linear(d_model, d_ff, name="up_proj", std=std)
-        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std or std)
+        self.down = linear(
+            d_ff, d_model, name="down_proj", axes=ROWS, std=std if out_std is None else out_std
+        )
         self.implementation = implementation
 
     def __call__(

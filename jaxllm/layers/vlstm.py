@@ -68,7 +68,7 @@ class VLSTMLayer(Layer):
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
         )
-        self.out = linear(d_model, d_model, axes=ROWS, std=out_std or std)
+        self.out = linear(d_model, d_model, axes=ROWS, std=std if out_std is None else out_std)
         self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         self.gate_soft_cap = gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation
