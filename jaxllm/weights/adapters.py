@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     from jaxllm.weights.pretrained import RunWeights
 
 PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
-# What a page of peft may say besides what is read: it changes no result, or is a default.
+# What a page of peft may say besides what is off: it is read below, or changes no result.
 _FREE = set(
-    """alora_invocation_tokens auto_mapping base_model_name_or_path exclude_modules inference_mode
-    layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_config
-    megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type
-    use_rslora runtime_config init_lora_weights""".split()
+    """auto_mapping base_model_name_or_path exclude_modules inference_mode init_lora_weights
+    layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_version
+    qalora_group_size r revision target_modules task_type use_rslora""".split()
 )
 
 
@@ -219,7 +218,8 @@ def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable
             f"{folder} holds adapters of the base {path}, which is no folder here; put it there,"
             f" or, in a folder of peft, name another as base_model_name_or_path in {PAGE}"
         )
-    base = open_weights(found, step)
+    both = found.samefile(folder)  # the base and its adapters lie in one folder
+    base = HuggingFaceWeights(found) if both else open_weights(found, step)
     if isinstance(base, AdapterWeights):
         raise InputError(
             f"{folder} holds adapters of {path}, which holds adapters, too; merge those first:"
@@ -266,7 +266,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
                 f"{where}{key}={value!r:.100} is not supported; merge with peft's merge_and_unload"
             )
     path = page.get("base_model_name_or_path")
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not path:
         raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
     try:
         # pyrefly: ignore[missing-attribute]

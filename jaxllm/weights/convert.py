@@ -111,7 +111,8 @@ def convert(
     from jaxllm.weights.pretrained import RunWeights, open_weights
 
     source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
+    if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
     weights = open_weights(source, step)

@@ -148,12 +148,12 @@ _HARMLESS = re.compile(
     r"|architectures|auto_map|torch_dtype|dtype|use_bfloat16|torchscript|is_llama_config|is_decoder"
     r"|use_cache|gradient_checkpointing|pretraining_tp|chunk_size_feed_forward|tf_legacy_loss"
     r"|(\w+_)?initializer_range|\w*dropout\w*|\w+_pdrop|n_ctx|max_sequence_length|model_max_length"
-    r"|_?attn_implementation\w*|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
+    r"|_?attn_implementation\w*|_flash_attn_2_enabled|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
     r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?"
-    r"|(max|min)_length|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
+    r"|(max|min)_(length|new_tokens)|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
     r"|temperature|top_[kp]|typical_p|(repetition|length)_penalty|num_return_sequences"
     r"|(encoder_)?no_repeat_ngram_size|remove_invalid_values"
-    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
+    r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"
     r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert"
@@ -169,6 +169,7 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
         raise InputError(f"{path}: quantization_config: quantized weights are not supported")
     kind = KINDS[name]
     keys = Page(page, path, kind.aliases)
+    keys.only("is_causal", True)
     for key, allowed in kind.fixed.items():
         keys.only(key, *allowed)
     fields = {

@@ -270,6 +270,10 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
     (out / "precious").write_text("kept")
     assert_refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
     assert (out / "precious").read_text() == "kept"
+    link = tmp_path / "link"  # which a folder cannot replace, as it cannot replace a mount point
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / "empty")
+    assert_refused(tmp_path / "good", link, "link exists: choose another folder", capsys)
 
 
 @pytest.mark.parametrize("direction", ["ours", "theirs"])
