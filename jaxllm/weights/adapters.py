@@ -34,7 +34,7 @@ from jaxllm.weights.huggingface import (
     write_safetensors,
 )
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
-from jaxllm.weights.places import named_params, places
+from jaxllm.weights.places import map_params, named_params, places
 from pallas_kernels.quantized.formats import dequantize
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class AdapterWeights:
     def adapters(self, abstract: nnx.State, mesh: Mesh) -> nnx.State:
         """The adapters with the structure of `abstract`, on the mesh."""
         whole = jax.NamedSharding(mesh, jax.P())
-        return _by_name(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
+        return map_params(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
 
     def _held(self, name: str) -> np.ndarray:
         """A parameter of the base in float32, as training saw it."""
@@ -187,17 +187,8 @@ def load_base(
         x = np.asarray(x, variable.get_value().dtype)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
-    found = _by_name(shapes, put)
+    found = map_params(shapes, put)
     return found, base.source if isinstance(base, PackedWeights) else joint_checksum(sums)
-
-
-def _by_name(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> nnx.State:
-    """The state with value(dotted path, variable) in every variable."""
-    return jax.tree.map_with_path(
-        lambda path, v: v.replace(value(jax.tree_util.keystr(path, simple=True, separator="."), v)),
-        state,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
 
 
 def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:

@@ -36,7 +36,7 @@ from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
 from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
-from jaxllm.weights.places import named_params, tied
+from jaxllm.weights.places import map_params, named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
 
@@ -114,34 +114,25 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
     Matrices are packed, or in the compute dtype (bfloat16 beside packed ones); vectors in float32.
     """
 
-    def hold(path, variable):
-        own = packing and packing.of(_dotted(path), variable.shape)
+    def hold(name, variable):
         like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
-        if own:
-            return variable.replace(jax.eval_shape(own.pack, like))
+        if own := packing and packing.of(name, variable.shape):
+            return jax.eval_shape(own.pack, like)
         dtype = jnp.bfloat16 if packing else config.compute_dtype
-        return variable.replace(like if len(like.shape) == 1 else like.update(dtype=dtype))
+        return like if len(like.shape) == 1 else like.update(dtype=dtype)
 
-    return jax.tree.map_with_path(hold, base, is_leaf=_is_variable)
+    return map_params(base, hold)
 
 
 def frozen_shardings(base: nnx.State, mesh) -> nnx.State:
     """The shardings of a state that `frozen` describes; packed matrices are replicated."""
 
-    def place(variable):
+    def place(_, variable):
         packed = isinstance(variable.get_value(), QuantizedWeight)
         sharding = jax.NamedSharding(mesh, jax.P() if packed else spec_of(variable))
-        return variable.replace(jax.tree.map(lambda _: sharding, variable.get_value()))
+        return jax.tree.map(lambda _: sharding, variable.get_value())
 
-    return jax.tree.map(place, base, is_leaf=_is_variable)
-
-
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _dotted(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return map_params(base, place)
 
 
 Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]

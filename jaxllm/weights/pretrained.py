@@ -22,7 +22,7 @@ from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in, read_ahead
 from jaxllm.weights.packed import PAGE, PackedWeights
-from jaxllm.weights.places import Place, named_params, places
+from jaxllm.weights.places import Place, map_params, named_params, places
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
 _FREE = set(
@@ -234,10 +234,7 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     Packed weights keep the form that PackedWeights.load returns.  At most AHEAD + 1 further
     tensors are in memory at a time.
     """
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-    }
+    leaves = {name: variable.get_value() for name, variable in named_params(abstract).items()}
     if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
     elif isinstance(weights, AdapterWeights):  # merged
@@ -254,7 +251,7 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
             for tensors in read_ahead(weights.read, places(weights.config))
             for name, x in tensors.items()
         }
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+    return map_params(abstract, lambda name, _: arrays[name])
 
 
 def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
