@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import Config, Lora, ModelConfig, evaluated, plain_message
+from jaxllm.config import Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
@@ -29,10 +27,11 @@ from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import (
     HuggingFaceWeights,
     check_finite,
-    pickle_in,
+    open_safetensors,
     read_ahead,
     write_safetensors,
 )
+from jaxllm.weights.huggingface_config import validated
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import map_params, named_params, places
 from pallas_kernels.quantized.formats import dequantize
@@ -259,13 +258,8 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str) or not path:
         raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
-    try:
-        # pyrefly: ignore[missing-attribute]
-        file = safe_open(folder / ARRAYS, "numpy").__enter__()
-        stored, about = set(file.keys()), file.metadata() or {}
-    except (SafetensorError, OSError) as e:
-        why = f"{' '.join(str(e).split())}{pickle_in(folder)}"
-        raise InputError(f"{folder / ARRAYS} cannot be read: {why}") from e
+    file = open_safetensors(folder / ARRAYS)
+    stored, about = set(file.keys()), file.metadata() or {}
     checksum, step = about.get("base_checksum"), about.get("base_step")
     base = _open_base(folder, path, int(step) if step else None, open_weights)
     if base.config.type != "llama3":
@@ -289,17 +283,10 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
             f" {', '.join(targets(base.config))}: it {verb} {different[0]}"
         )
     theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
-    defaults = dict(lora_dropout=0.0, use_rslora=False)
-    try:
-        given = {ours: (defaults | page).get(key) for ours, key in theirs_of.items()}
-        lora = Lora.model_validate(given | {"targets": sorted(adapted)})
-        # pyrefly: ignore[bad-argument-type]
-        config = type(base.config)(**base.config.model_dump() | dict(lora=lora.model_dump()))
-    except ValidationError as e:
-        error = e.errors()[0]
-        key = theirs_of.get(str(error["loc"][-1])) if error["loc"] else None
-        value = f"{key}={error['input']!r}: " if key else ""
-        raise InputError(f"{where}{value}{plain_message(error['msg'])}") from e
+    given = dict(lora_dropout=0.0, use_rslora=False) | page
+    lora = {ours: given.get(key) for ours, key in theirs_of.items()} | {"targets": sorted(adapted)}
+    names = {f"lora.{ours}": key for ours, key in theirs_of.items()}
+    config = validated(base.config.model_dump() | {"lora": lora}, folder / PAGE, names)
     shapes = _shapes(config)
     arrays = {ours: np.zeros(shape, np.float32) for ours, shape in shapes.items()}
     for theirs in stored:

@@ -199,6 +199,19 @@ def pickle_in(folder: Path) -> str:
     return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
 
 
+def open_safetensors(path: Path) -> Any:
+    """Opens a file for reading; raises InputError."""
+    try:
+        # pyrefly: ignore[missing-attribute]
+        return safe_open(path, "numpy").__enter__()
+    except (SafetensorError, OSError) as e:
+        pointer = path.is_file() and path.stat().st_size < 1000
+        fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
+        fix = fix if path.is_file() else pickle_in(path.parent)
+        why = f"{' '.join(str(e).split())}{fix}"
+        raise InputError(f"{path} cannot be read as safetensors: {why}") from e
+
+
 def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
     """(the files that transformers, or with `meta` Meta, reads; {tensor: file} of the index)."""
     parts = sorted(p.name for p in folder.glob("consolidated*.safetensors")) if meta else []
@@ -228,15 +241,8 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
     names, listed = _weight_files(folder, meta)
     files, stored = {}, {}
     for name in names:
-        try:
-            # pyrefly: ignore[missing-attribute]
-            files[name] = safe_open(folder / name, "numpy").__enter__()
-            found = list(files[name].keys())
-        except (SafetensorError, OSError) as e:
-            pointer = (folder / name).is_file() and (folder / name).stat().st_size < 1000
-            fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
-            raise InputError(f"{folder}: {name!r} cannot be read as safetensors: {e}{fix}") from e
-        for tensor in found:
+        files[name] = open_safetensors(folder / name)
+        for tensor in files[name].keys():
             if tensor in stored:
                 raise InputError(
                     f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; tensors that"

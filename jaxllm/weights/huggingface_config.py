@@ -190,19 +190,17 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
 def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
     """Builds our configuration from `fields`.
 
-    path, theirs ({our setting: their key}): for errors.
+    path, theirs ({our setting, dotted: their key}): for errors.
     """
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
     except ValidationError as e:
         error = e.errors()[0]
-        parts = [str(part) for part in error["loc"][1:]]
-        key = ".".join(theirs.get(part, part) for part in parts)
-        message = plain_message(error["msg"])
-        if not key:  # the message of one of our own checks uses our names
-            message = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), message)
-        value = f"={error['input']!r}: " if key else ""
-        raise InputError(f"{path}: {key}{value}{message}"[:500]) from e
+        key, message = ".".join(map(str, error["loc"][1:])), plain_message(error["msg"])
+        # A message without a key is of one of our own checks, which uses our names.
+        said = f"{key}={error['input']!r}: {message}" if key else message
+        said = re.sub(r"[\w.]+", lambda word: theirs.get(word[0], word[0]), said)
+        raise InputError(f"{path}: {said}"[:500]) from e
 
 
 class Page:

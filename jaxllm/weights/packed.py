@@ -13,6 +13,7 @@ bfloat16, or has another format; then a tied head gets its own matrix, too, and 
 lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from jaxllm import config as configs
 from jaxllm.config import FORMATS, ModelConfig
@@ -35,7 +35,7 @@ from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
 from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
-from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
+from jaxllm.weights.huggingface import TAGS, check_finite, open_safetensors, write_safetensors
 from jaxllm.weights.places import map_params, named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
@@ -100,12 +100,11 @@ def base_packing(config: ModelConfig) -> Packing | None:
     if getattr(config, "quantize", None) is None:
         return None
     # pyrefly: ignore[missing-attribute]
-    found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
-    params = named_params(nnx.eval_shape(lambda: create(config)))
-    fits = [packing for packing in found if _fits(params, packing)]
-    if not fits:
-        layout(config, found[-1])  # says why
-    return fits[0]
+    packing = Packing(*FORMATS[config.quantize], None, True)
+    groups = _groups(named_params(nnx.eval_shape(lambda: create(config))), packing)
+    if not groups:
+        layout(config, packing)  # says why
+    return packing._replace(group=groups[0])
 
 
 def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
@@ -156,9 +155,8 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
             shape = jax.ShapeDtypeStruct(param.shape, jnp.float32)
             weight: QuantizedWeight = jax.eval_shape(own.pack, shape)
         except ValueError as e:
-            groups = [g for g in (128, 64, 32, None) if _fits(params, packing._replace(group=g))]
             another = "another " + ("--head" if name == HEAD else "--quantize")
-            if groups:
+            if groups := _groups(params, packing):
                 *most, last = [str(group).lower() for group in groups]
                 another = f"--group {', '.join(most)}{' or ' if most else ''}{last}"
             raise InputError(f"{name}: {e}; choose {another}") from e
@@ -169,15 +167,16 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     return found
 
 
-def _fits(params: dict[str, nnx.Variable], packing: Packing) -> bool:
-    """Whether every matrix can be packed so."""
-    try:
-        for name, param in params.items():
-            if (own := packing.of(name, param.shape)) is not None:
-                jax.eval_shape(own.pack, jax.ShapeDtypeStruct(param.shape, jnp.float32))
-    except ValueError:
-        return False
-    return True
+def _groups(params: dict[str, nnx.Variable], packing: Packing) -> list[int | None]:
+    """The groups, largest first, in which every matrix can be packed."""
+    found = []
+    for group in (128, 64, 32, None):
+        with contextlib.suppress(ValueError):
+            for name, param in params.items():
+                if own := packing._replace(group=group).of(name, param.shape):
+                    jax.eval_shape(own.pack, jax.ShapeDtypeStruct(param.shape, jnp.float32))
+            found.append(group)
+    return found
 
 
 def write_packed(
@@ -245,12 +244,10 @@ class PackedWeights:
         self.source: str = page.get("source", page["digest"])
         self._layout = layout(self.config, self.packing)
         try:
-            # pyrefly: ignore[missing-attribute]
-            self._file = safe_open(folder / ARRAYS, "numpy").__enter__()
-            names = set(self._file.keys())
-        except (SafetensorError, OSError) as e:
-            raise self._damaged(f"{ARRAYS} cannot be read: {' '.join(str(e).split())}") from e
-        self._check(names)
+            self._file = open_safetensors(folder / ARRAYS)
+        except InputError as e:
+            raise self._damaged(str(e)) from e
+        self._check(set(self._file.keys()))
 
     def load(
         self, abstract: dict[str, jax.ShapeDtypeStruct]
