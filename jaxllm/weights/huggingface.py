@@ -263,27 +263,27 @@ def write_tensors(
     arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
     header needs only names, shapes and offsets, which are known in advance.
     """
-    numpy_dtype = DTYPES[dtype]
-    shapes = {place.name: place.shape(config) for place in places(config)}
-    sizes = {name: numpy_dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
+    kind = DTYPES[dtype]
+    layout = {place.name: (place.shape(config), kind) for place in places(config)}
+    sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, _) in layout.items()}
     files: list[list[str]] = [[]]
-    for name in shapes:
+    for name in layout:
         if files[-1] and sum(sizes[n] for n in files[-1]) + sizes[name] > SHARD_BYTES:
             files.append([])
         files[-1].append(name)
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [SINGLE]
     remaining = iter(arrays)
 
     def converted(count: int) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in itertools.islice(remaining, count):
             check_finite(x, name)
-            yield name, np.ascontiguousarray(x, numpy_dtype)
+            yield name, np.ascontiguousarray(x, kind)
 
     for file_name, tensors in zip(names, files, strict=True):
-        layout = {name: (shapes[name], numpy_dtype) for name in tensors}
-        write_safetensors(folder / file_name, layout, converted(len(tensors)))
+        part = {name: layout[name] for name in tensors}
+        write_safetensors(folder / file_name, part, converted(len(tensors)))
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}
         page = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

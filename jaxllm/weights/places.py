@@ -34,16 +34,6 @@ class Place(NamedTuple):
         known = sizes(config)
         return tuple(known[letter] for letter in self.dims.split())
 
-    def our_shape(self, config: ModelConfig) -> tuple[int, ...]:
-        """The shape of each of our parameters."""
-        first, *rest = self.shape(config)
-        if self.form in ("rows", "columns"):
-            first = config.padded_vocab_size
-        shape = (first, *rest)
-        if self.form in ("transposed", "columns"):
-            shape = shape[::-1]
-        return (*shape[:-1], shape[-1] // len(self.ours))
-
     def to_ours(self, config: ModelConfig, x: np.ndarray) -> dict[str, np.ndarray]:
         """{our dotted path: view or copy} of a Hugging Face tensor."""
         if self.form in ("rows", "columns"):
@@ -66,14 +56,13 @@ class Place(NamedTuple):
 def sizes(config: ModelConfig) -> dict[str, int]:
     """The sizes that the letters of the tables stand for."""
     C, H = config.d_model, config.n_heads
-    found = dict(V=config.vocab_size, C=C, T=config.max_seq_len, F=config.ff_width, H=H)
-    if config.type == "gpt2":
-        found |= {"3C": 3 * C}
-    elif config.type == "llama3":
-        found |= dict(Q=H * config.head_dim, K=config.n_kv_heads * config.head_dim)
-        found |= dict(D=config.head_dim)
+    found = {"V": config.vocab_size, "C": C, "3C": 3 * C, "F": config.ff_width, "H": H}
+    found["T"] = config.max_seq_len
+    if config.type == "llama3":
+        D = config.head_dim
+        found |= dict(D=D, Q=H * D, K=config.n_kv_heads * D)
     elif config.type == "vlstm":
-        found |= dict(Q=H * config.qk_dim)
+        found["Q"] = H * config.qk_dim
     return found
 
 

@@ -258,8 +258,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     Holds one tensor in memory at a time.  Each is read twice, because Orbax writes the checksums
     first.  Raises RunError if the disk fails.
     """
+    shapes = named_params(nnx.eval_shape(lambda: create(weights.config)))
     state = {
-        _stored(name): _Unread(weights, place, name)
+        _stored(name): _Unread(weights, place, name, shapes[name].shape)
         for place in places(weights.config)
         for name in place.ours
     }
@@ -298,9 +299,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
 class _Unread:
     """A parameter that is read only when Orbax writes it."""
 
-    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str):
+    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str, shape: tuple):
         self.weights, self.place, self.name = weights, place, name
-        self.shape, self.dtype = place.our_shape(weights.config), np.dtype(np.float32)
+        self.shape, self.dtype = shape, np.dtype(np.float32)
 
     def read(self) -> np.ndarray:
         return self.weights.read(self.place)[self.name]
