@@ -12,13 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import (
-    ROWS,
-    Linear,
-    fused_linear,
-    linear_of_row,
-    takes_row,
-)
+from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, Norm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, rms_norm, rope
@@ -139,10 +133,7 @@ class Attention(Layer):
         return takes_row(x, self.q, self.k, self.v, norm=True) and takes_row(x, self.out)
 
     def of_row(
-        self,
-        x: Float[Array, "1 1 C"],
-        norm: Norm,
-        cache: Cache,
+        self, x: Float[Array, "1 1 C"], norm: Norm, cache: Cache
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         qkv = linear_of_row(x, self.q, self.k, self.v, norm=norm)

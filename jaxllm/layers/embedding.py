@@ -6,16 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.weight import array_and_total
-from jaxllm.sharding import (
-    BATCH,
-    SHARDS,
-    P,
-    all_tokens,
-    constrain,
-    normal,
-    own_tokens,
-    per_device,
-)
+from jaxllm.sharding import BATCH, SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
 from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids

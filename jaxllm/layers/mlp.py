@@ -85,11 +85,7 @@ class MLP(_FeedForward):
     activation = "gelu"
 
     def __call__(
-        self,
-        x: Float[Array, "B T C"],
-        *,
-        add_bias: bool = True,
-        norm: Norm | None = None,
+        self, x: Float[Array, "B T C"], *, add_bias: bool = True, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer.
 

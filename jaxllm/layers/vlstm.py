@@ -12,14 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import (
-    ROWS,
-    Linear,
-    fan_out,
-    fused_linear,
-    linear_of_row,
-    takes_row,
-)
+from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
 from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
@@ -113,10 +106,7 @@ class VLSTMLayer(Layer):
         return takes_row(x, self.q, self.k, self.v, self.o) and takes_row(x, self.out)
 
     def of_row(
-        self,
-        x: Float[Array, "1 1 C"],
-        norm: Norm,
-        cache: Cache,
+        self, x: Float[Array, "1 1 C"], norm: Norm, cache: Cache
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns

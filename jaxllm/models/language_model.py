@@ -18,16 +18,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.sharding import (
-    BATCH,
-    PARTS,
-    SHARDS,
-    P,
-    constrain,
-    context_size,
-    per_device,
-    shardings,
-)
+from jaxllm.sharding import BATCH, PARTS, SHARDS, P, constrain, context_size, per_device, shardings
 from pallas_kernels import ids, linear_cross_entropy
 from pallas_kernels.ids import Ids
 from pallas_kernels.options import with_gradient
