@@ -353,19 +353,15 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     window = None
     if config.type != "vlstm" and (config.window or 0) < config.max_seq_len:
         window = config.window
-    name, kind = kinds[-1] if window and config.type == "llama3" else kinds[0]
-    if config.d_model % config.n_heads and name == "llama":
-        raise InputError(
-            f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
-            " transformers does not support such a Llama, so it cannot be converted"
-        )
-    if config.type != "vlstm":
-        for key, value in (("window", window), ("softcap", config.softcap)):
-            if value is not None and key not in kind.keys:
-                raise InputError(
-                    f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
-                    " it cannot be converted"
-                )
+    # transformers' Llama has no window, and heads that divide the width; its Mistral need not.
+    mistral = config.type == "llama3" and (window or config.d_model % config.n_heads)
+    name, kind = kinds[-1] if mistral else kinds[0]
+    for key, value in (("window", window), ("softcap", getattr(config, "softcap", None))):
+        if value is not None and key not in kind.keys:
+            raise InputError(
+                f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
+                " it cannot be converted"
+            )
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.
     page |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
