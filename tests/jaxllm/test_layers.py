@@ -86,6 +86,13 @@ def test_an_output_projection_may_begin_at_zero(kind, options):
     assert not jnp.any(kind(16, out_std=0.0, **options, rngs=nnx.Rngs(0))(normal(0, 1, 3, 16)))
 
 
+def test_a_mesh_of_other_axes_is_refused_in_one_line():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    for layer in (RMSNorm(8), Linear(8, 4, rngs=nnx.Rngs(0))):
+        with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match="make_mesh$"):
+            layer(jnp.ones((2, 3, 8)))
+
+
 def test_what_would_silently_be_another_computation_is_refused():
     check = inspect.unwrap(Linear.check)  # without the type checks that only tests have
     for dtype in (jnp.int32, jnp.bool):  # to which the weights would be cast
