@@ -108,6 +108,7 @@ class LanguageModel(Layer):
 
     norm: class of all norms; mlp: of the feed-forward layers.
     mixer: attention=, or vlstm=: what makes the other half of a block.
+    block: class of the blocks, for one that is wired in another way than Block.
     max_seq_len: number of learned positions; None: no learned positions.
     tied: use the token embedding as the head.
     logit_soft_cap: caps the logits as cap tanh(z / cap); None: no cap.
@@ -123,6 +124,7 @@ class LanguageModel(Layer):
         *,
         norm: type[Norm],
         mlp: Callable[..., Layer],
+        block: type[Block] = Block,
         max_seq_len: int | None = None,
         tied: bool = False,
         logit_soft_cap: float | None = None,
@@ -149,7 +151,7 @@ class LanguageModel(Layer):
             dtype=config.compute_dtype,
             implementation=config.implementation,
         )
-        make = partial(Block, config, make_norm, mlp, mixer, fp8=fp8 != "none", rngs=rngs)
+        make = partial(block, config, make_norm, mlp, mixer, fp8=fp8 != "none", rngs=rngs)
         self.blocks = nnx.List([make() for _ in range(config.n_layers)])
         self.norm = make_norm()
         if tied:
