@@ -27,6 +27,7 @@ from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
 from jaxllm.errors import InputError
 
 P = PartitionSpec
+AXES = ("data", "fsdp", "context", "tensor")
 BATCH = ("data", "fsdp")  # the axes that divide the batch
 PARTS = (*BATCH, "context")  # the axes that divide the tokens
 SHARDS = ("fsdp", "context")  # the axes that shard a parameter where its metadata says "fsdp"
@@ -53,8 +54,7 @@ def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
             f" other axes to divisors of {count}{elsewhere}"
         )
     shape = (data, config.fsdp, config.context, config.tensor)
-    axes = ("data", "fsdp", "context", "tensor")
-    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * 4)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 def whole_sequences(mesh: Mesh) -> Mesh:
@@ -121,7 +121,14 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
 def one_device() -> bool:
     """Whether `jax.set_mesh` has set no mesh, or a mesh of one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.size == 1
+    if mesh.empty or mesh.size == 1:
+        return True
+    if mesh.axis_names != AXES:
+        raise ValueError(
+            f"the mesh has the axes {', '.join(mesh.axis_names)}, and the layers need"
+            f" {', '.join(AXES)}: make it with jaxllm.sharding.make_mesh"
+        )
+    return False
 
 
 def per_device(op: Callable, in_specs, out_specs) -> Callable:

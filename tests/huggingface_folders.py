@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.weights.places import places
+
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 LLAMA = dict(
     model_type="llama",
@@ -71,6 +73,19 @@ PAGES = {  # the relevant parts of config.json as transformers writes it
         eps=0.0,
     ),
 } | {name: PUBLISHED | page for name, page in RELATIVES.items()}
+
+
+def from_huggingface(config, tensors):
+    """{our dotted path: array} of {Hugging Face name: array}."""
+    found = {}
+    for place in places(config):
+        found |= place.to_ours(config, tensors[place.name])
+    return found
+
+
+def to_huggingface(config, arrays):
+    """{Hugging Face name: array}, the inverse of `from_huggingface`."""
+    return {place.name: place.to_theirs(config, arrays) for place in places(config)}
 
 
 def fixture(name):

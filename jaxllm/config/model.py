@@ -276,5 +276,5 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def divides(part: int, whole: int, part_name: str, whole_name: str) -> None:
-    if whole % part:
+    if part < 1 or whole % part:
         raise ValueError(f"{whole_name}={whole} is not a multiple of {part_name}={part}")

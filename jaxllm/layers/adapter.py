@@ -41,10 +41,6 @@ class Adapter(nnx.Module):
         """s B in `dtype`."""
         return (self.scale * self.b[...]).astype(dtype)
 
-    def change(self) -> Float[Array, "in out"]:
-        """What the adapter adds to the matrix, s A B, in float32."""
-        return self.scale * jnp.matmul(self.a[...], self.b[...], precision="highest")
-
 
 @functools.partial(jax.jit, static_argnums=1)
 def draw(key: jax.Array, shape: tuple[int, int]) -> Float[Array, "in rank"]:

@@ -12,13 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import (
-    ROWS,
-    Linear,
-    fused_linear,
-    linear_of_row,
-    takes_row,
-)
+from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, Norm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, rms_norm, rope
@@ -61,11 +55,12 @@ class Attention(Layer):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
+        self.n_heads, self.n_kv_heads = n_heads, n_heads if n_kv_heads is None else n_kv_heads
+        divides(self.n_kv_heads, n_heads, "n_kv_heads", "n_heads")
         if head_dim is None:
             divides(n_heads, d_model, "n_heads", "d_model")
-        divides(self.n_kv_heads, n_heads, "n_kv_heads", "n_heads")
-        self.head_dim = head_dim or d_model // n_heads
+            head_dim = d_model // n_heads
+        self.head_dim = head_dim
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         linear = partial(linear, implementation=implementation, rngs=rngs)
         biases = bias or qkv_bias
@@ -73,7 +68,8 @@ class Attention(Layer):
         self.q = linear(d_model, q, name="q_proj", bias=biases, std=std)
         self.k = linear(d_model, kv, name="k_proj", bias=biases, std=std)
         self.v = linear(d_model, kv, name="v_proj", bias=biases, std=std)
-        self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias, std=out_std or std)
+        out_std = std if out_std is None else out_std
+        self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias, std=out_std)
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
@@ -101,11 +97,12 @@ class Attention(Layer):
             positions = None
         elif positions is None:
             positions = jnp.arange(T)
-        qkv = fused_linear(x, self.q, self.k, self.v, norm=norm).reshape(B, T, -1, self.head_dim)
+        qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
+        qkv = qkv.reshape(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         specs = HEADS, _spec(positions), P(BATCH, None), P()
         op = per_device(self._attend, in_specs=specs, out_specs=HEADS)
         y = op(qkv, positions, segment_ids, self._norm_weights())
-        return self.out(y.reshape(B, T, -1), add_bias=add_bias)
+        return self.out(y.reshape(B, T, self.out.in_features), add_bias=add_bias)
 
     def with_cache(
         self,
@@ -136,10 +133,7 @@ class Attention(Layer):
         return takes_row(x, self.q, self.k, self.v, norm=True) and takes_row(x, self.out)
 
     def of_row(
-        self,
-        x: Float[Array, "1 1 C"],
-        norm: Norm,
-        cache: Cache,
+        self, x: Float[Array, "1 1 C"], norm: Norm, cache: Cache
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         qkv = linear_of_row(x, self.q, self.k, self.v, norm=norm)

@@ -6,16 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import array_and_total
-from jaxllm.sharding import (
-    BATCH,
-    SHARDS,
-    P,
-    all_tokens,
-    constrain,
-    normal,
-    own_tokens,
-    per_device,
-)
+from jaxllm.sharding import BATCH, SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
 from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -42,7 +33,10 @@ class Embedding(Layer):
         rngs: nnx.Rngs,
     ):
         axes = ("tensor", "fsdp")
-        wte = normal(rngs.params(), (padded_vocab_size or vocab_size, d_model), std, axes)
+        rows = vocab_size if padded_vocab_size is None else padded_vocab_size
+        if rows < vocab_size:
+            raise ValueError(f"padded_vocab_size={rows} is less than vocab_size={vocab_size}")
+        wte = normal(rngs.params(), (rows, d_model), std, axes)
         # .at[].set would be a scatter, which deterministic XLA turns into a loop over all elements.
         wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
         self.wte = nnx.Param(wte, axes=axes, summed=True)
@@ -76,13 +70,14 @@ class Embedding(Layer):
             positions = ids.saturated("positions", positions)
         if self.wpe is not None:
             wpe = self.wpe[...]
-            if tokens.shape[1] > wpe.shape[0]:
+            if tokens.shape[-1] > wpe.shape[0]:
                 raise ValueError(
-                    f"T={tokens.shape[1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
+                    f"T={tokens.shape[-1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )
             if positions is not None and positions.ndim == 2:
                 # The lookup sums the gradient in a fixed order, as for tokens; XLA's scatter does
                 # not.
+                positions = jnp.broadcast_to(positions, tokens.shape)
                 wpe, rows = None, self._look_up(positions, wpe, None, jnp.float32)
             elif positions is not None:
                 wpe = jnp.take(wpe, positions, axis=0, mode="clip")  # as the lookup does

@@ -255,7 +255,9 @@ class Linear(Layer):
         return (self.adapter.narrow(x) @ self.adapter.wide(x.dtype)).astype(y.dtype) + y
 
     def check(self, x: Float[Array, "... in"]) -> None:
-        """Raises ValueError if x has another width than the weight."""
+        """Raises ValueError if x has another width than the weight, or is not floating point."""
+        if not jnp.issubdtype(x.dtype, jnp.floating):  # the weight would be cast to it
+            raise ValueError(f"x is {x.dtype}: cast it to bfloat16, float16 or float32")
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x has {x.shape[-1]} columns, and this Linear takes {self.in_features}"

@@ -15,12 +15,15 @@ from jaxllm.layers.norm import Norm
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.single_row import Activation
 
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
-class MLP(Layer):
-    """down(gelu(up(x))), with biases."""
+class _FeedForward(Layer):
+    """What both layers share: matrices, the whole in one op, and a single row."""
+
+    activation: Activation
 
     def __init__(
         self,
@@ -33,25 +36,63 @@ class MLP(Layer):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        linear = partial(linear, bias=True, implementation=implementation, rngs=rngs)
-        self.up = linear(d_model, d_ff, std=std)
-        self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
+        gated = self.activation == "swiglu"
+        linear = partial(linear, bias=not gated, implementation=implementation, rngs=rngs)
+        self.gate = linear(d_model, d_ff, name="gate_proj", std=std) if gated else None
+        self.up = linear(d_model, d_ff, name="up_proj", std=std)
+        out_std = std if out_std is None else out_std
+        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std)
         self.implementation = implementation
 
+    def takes_row(self, x: Float[Array, "..."]) -> bool:
+        """Whether `of_row` applies to x."""
+        return takes_row(x, *self._wide(), norm=True) and takes_row(x, self.down)
+
+    def of_row(self, x: Float[Array, "1 1 C"], norm: Norm) -> Float[Array, "1 1 C"]:
+        """x + layer(norm(x)) of a single row, in generation."""
+        (hidden,) = linear_of_row(x, *self._wide(), norm=norm, activation=self.activation)
+        return linear_of_row(hidden, self.down, residual=x)[0]
+
+    def _wide(self) -> list[Linear]:
+        return [layer for layer in (self.gate, self.up) if layer is not None]
+
+    def _joins(self, x: Float[Array, "B T C"]) -> bool:
+        """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
+        if not all(layer.joins for layer in (*self._wide(), self.down)):
+            return False
+        held = self.up.held
+        return held.casts_apart(x) if isinstance(held, Float8) else one_device()
+
+    def _whole(self, x: Float[Array, "B T C"], norm: Norm | None) -> Float[Array, "B T C"]:
+        """The whole layer in one op, without the bias of `down`."""
+        up, names = self.up, ("up", "down", "gate")
+        layers = {name: layer for name in names if (layer := getattr(self, name)) is not None}
+        pairs = {name: layer.held.operands(x.dtype) for name, layer in layers.items()}
+        arrays: dict[str, Any] = {name: weight for name, (weight, _) in pairs.items()}
+        arrays["bias"] = None if up.bias is None else up.bias[...]
+        arrays["row_norm"] = None if norm is None or not up.fp8 else norm.row_norm()
+        totals = tuple(total for _, total in pairs.values())
+        arrays["totals"] = None if totals[0] is None else totals
+        options: dict = dict(precision="fp8" if up.fp8 else None, implementation=up.implementation)
+        op = lambda x, arrays: mlp(x, **arrays, **options)
+        return per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)(x, arrays)
+
+
+class MLP(_FeedForward):
+    """down(gelu(up(x))), with biases."""
+
+    activation = "gelu"
+
     def __call__(
-        self,
-        x: Float[Array, "B T C"],
-        *,
-        add_bias: bool = True,
-        norm: Norm | None = None,
+        self, x: Float[Array, "B T C"], *, add_bias: bool = True, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer.
 
         add_bias: False leaves the bias of `down` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
-        if self.up.joins and _in_one_op(x, self.up):
-            y, bias = _whole(x, self.up, self.down, norm=norm), self.down.bias
+        if self._joins(x):
+            y, bias = self._whole(x, norm), self.down.bias
             return y + bias[...].astype(y.dtype) if add_bias and bias is not None else y
         if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
@@ -69,83 +110,23 @@ class MLP(Layer):
         )
         return self.down(op(*hidden), add_bias=add_bias)
 
-    def takes_row(self, x: Float[Array, "..."]) -> bool:
-        """Whether `of_row` applies to x."""
-        return takes_row(x, self.up, norm=True) and takes_row(x, self.down)
 
-    def of_row(self, x: Float[Array, "1 1 C"], norm: Norm) -> Float[Array, "1 1 C"]:
-        """x + layer(norm(x)) of a single row, in generation."""
-        (hidden,) = linear_of_row(x, self.up, norm=norm, activation="gelu")
-        return linear_of_row(hidden, self.down, residual=x)[0]
-
-
-class GatedMLP(Layer):
+class GatedMLP(_FeedForward):
     """down(silu(gate(x)) * up(x)), without biases (Shazeer 2020, SwiGLU)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        *,
-        std: float = 0.02,
-        out_std: float | None = None,
-        linear: Callable[..., Linear] = Linear,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        linear = partial(linear, implementation=implementation, rngs=rngs)
-        self.gate = linear(d_model, d_ff, name="gate_proj", std=std)
-        self.up = linear(d_model, d_ff, name="up_proj", std=std)
-        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std or std)
-        self.implementation = implementation
+    activation = "swiglu"
 
     def __call__(
         self, x: Float[Array, "B T C"], *, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
-        if all(w.joins for w in (self.gate, self.up, self.down)) and _in_one_op(x, self.up):
-            return _whole(x, self.up, self.down, gate=self.gate, norm=norm)
+        if self._joins(x):
+            return self._whole(x, norm)
         # model.remat saves these by name.
-        hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up)]
+        hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in self._wide()]
         op = per_device(
             partial(swiglu, implementation=self.implementation),
             in_specs=(HIDDEN, HIDDEN),
             out_specs=HIDDEN,
         )
         return self.down(op(*hidden))
-
-    def takes_row(self, x: Float[Array, "..."]) -> bool:
-        """Whether `of_row` applies to x."""
-        return takes_row(x, self.gate, self.up, norm=True) and takes_row(x, self.down)
-
-    def of_row(self, x: Float[Array, "1 1 C"], norm: Norm) -> Float[Array, "1 1 C"]:
-        """x + layer(norm(x)) of a single row, in generation."""
-        (hidden,) = linear_of_row(x, self.gate, self.up, norm=norm, activation="swiglu")
-        return linear_of_row(hidden, self.down, residual=x)[0]
-
-
-def _in_one_op(x: Float[Array, "B T C"], up: Linear) -> bool:
-    """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
-    held = up.held
-    return held.casts_apart(x) if isinstance(held, Float8) else one_device()
-
-
-def _whole(
-    x: Float[Array, "B T C"],
-    up: Linear,
-    down: Linear,
-    *,
-    gate: Linear | None = None,
-    norm: Norm | None = None,
-) -> Float[Array, "B T C"]:
-    """The whole layer in one op, without the bias of `down`."""
-    layers = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
-    pairs = {name: layer.held.operands(x.dtype) for name, layer in layers.items()}
-    arrays: dict[str, Any] = {name: weight for name, (weight, _) in pairs.items()}
-    arrays["bias"] = None if up.bias is None else up.bias[...]
-    arrays["row_norm"] = None if norm is None or not up.fp8 else norm.row_norm()
-    totals = tuple(total for _, total in pairs.values())
-    arrays["totals"] = None if totals[0] is None else totals
-    options: dict = dict(precision="fp8" if up.fp8 else None, implementation=up.implementation)
-    op = lambda x, arrays: mlp(x, **arrays, **options)
-    return per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)(x, arrays)

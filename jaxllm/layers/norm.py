@@ -111,6 +111,7 @@ class HeadLayerNorm(Layer):
     ):
         # Stored flat, because weight decay applies to every parameter with two axes.
         self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
+        self.shape = heads, head_dim
         self.eps, self.implementation = eps, implementation
 
     def __call__(
@@ -120,4 +121,4 @@ class HeadLayerNorm(Layer):
             x, weight, gate=gate, eps=self.eps, implementation=self.implementation
         )
         op = per_device(op, in_specs=(HEADS, HEADS, P("tensor", None)), out_specs=HEADS)
-        return op(x, gate, self.weight[...].reshape(x.shape[-2:]))
+        return op(x, gate, self.weight[...].reshape(self.shape))

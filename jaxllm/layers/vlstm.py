@@ -12,14 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import (
-    ROWS,
-    Linear,
-    fan_out,
-    fused_linear,
-    linear_of_row,
-    takes_row,
-)
+from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
 from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
@@ -68,7 +61,7 @@ class VLSTMLayer(Layer):
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
         )
-        self.out = linear(d_model, d_model, axes=ROWS, std=out_std or std)
+        self.out = linear(d_model, d_model, axes=ROWS, std=std if out_std is None else out_std)
         self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         self.gate_soft_cap = gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation
@@ -113,10 +106,7 @@ class VLSTMLayer(Layer):
         return takes_row(x, self.q, self.k, self.v, self.o) and takes_row(x, self.out)
 
     def of_row(
-        self,
-        x: Float[Array, "1 1 C"],
-        norm: Norm,
-        cache: Cache,
+        self, x: Float[Array, "1 1 C"], norm: Norm, cache: Cache
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns

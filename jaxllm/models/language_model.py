@@ -18,28 +18,13 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.sharding import (
-    BATCH,
-    PARTS,
-    SHARDS,
-    P,
-    constrain,
-    context_size,
-    per_device,
-    shardings,
-)
+from jaxllm.sharding import BATCH, PARTS, SHARDS, P, constrain, context_size, per_device, shardings
 from pallas_kernels import ids, linear_cross_entropy
 from pallas_kernels.ids import Ids
 from pallas_kernels.options import with_gradient
 
 STD = 0.02  # initial standard deviation of all weights
 IGNORE = -100  # label that the loss ignores
-
-
-def block_weights(config: ModelConfig, rngs: nnx.Rngs, fp8: bool) -> dict:
-    """Options that initialize the layers of a block; 2 L branches add up on the residual stream."""
-    linear = partial(Linear, fp8=fp8, lora=getattr(config, "lora", None))
-    return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), linear=linear, rngs=rngs)
 
 
 class Stream(NamedTuple):
@@ -68,30 +53,62 @@ class Stream(NamedTuple):
         return norm.add(self.branch, self.residual, self.bias)
 
 
-def of_row(block, mixer, stream: Stream, cache: Cache | None) -> tuple[Stream, Cache] | None:
-    """The block's result for one row's next token, or None where its layers cannot fuse it.
+class Block(Layer):
+    """s += mixer(norm_1(s)); s += mlp(norm_2(s)), with attention or a vLSTM as the mixer."""
 
-    s += mixer(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
-    takes 2 us or more, however little it does, and for one row that is most of the time.
+    def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
+        """mixer: {its name, attention or vlstm: what makes it}."""
+        ((self.mixer, make_mixer),) = mixer.items()
+        options = dict(
+            std=STD,
+            out_std=STD / math.sqrt(2 * config.n_layers),  # 2 L branches add up on the stream
+            linear=partial(Linear, fp8=fp8, lora=getattr(config, "lora", None)),
+            implementation=config.implementation,
+            rngs=rngs,
+        )
+        self.norm_1, self.norm_2 = make_norm(), make_norm()
+        setattr(self, self.mixer, make_mixer(**options))
+        self.mlp: Any = make_mlp(config.d_model, config.ff_width, **options)
 
-    mixer: the block's attention or vLSTM.
-    """
-    if cache is None or cache.arrays is None or stream.branch is not None:
-        return None
-    x = stream.residual
-    if not (mixer.takes_row(x) and block.mlp.takes_row(x)):
-        return None
-    x, cache = mixer.of_row(x, block.norm_1, cache)
-    return Stream(None, None, block.mlp.of_row(x, block.norm_2)), cache
+    def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
+        """(stream, cache) after the block, None for a cache that is None."""
+        mixer = getattr(self, self.mixer)
+        if cache is not None and self._takes_row(mixer, stream, cache):
+            x, cache = mixer.of_row(stream.residual, self.norm_1, cache)
+            return Stream(None, None, self.mlp.of_row(x, self.norm_2)), cache
+        where = (positions,) if self.mixer == "attention" else ()
+        # Then the next norms add the biases of GPT-2's matrices.
+        apart = self.mlp.down.joins and self.mlp.down.bias is not None
+        options = dict(add_bias=False) if apart else {}
+        out_bias, down_bias = (
+            layer.bias[...] if apart else None for layer in (mixer.out, self.mlp.down)
+        )
+        y, residual = stream.normed(self.norm_1)
+        if cache is None:
+            branch = mixer(y, *where, segment_ids, norm=self.norm_1, **options)
+        else:
+            branch, cache = mixer.with_cache(y, *where, cache, **options)
+        y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
+        y = self.mlp(y, norm=self.norm_2, **options)
+        return Stream(y, down_bias, residual), cache
+
+    def _takes_row(self, mixer, stream: Stream, cache: Cache) -> bool:
+        """Whether the layers' kernels can take norms and sums of one row's next token.
+
+        Each op takes 2 us or more, however little it does, and for one row that is most of the
+        time.
+        """
+        if cache.arrays is None or stream.branch is not None:
+            return False
+        return mixer.takes_row(stream.residual) and self.mlp.takes_row(stream.residual)
 
 
 class LanguageModel(Layer):
-    """A causal language model; a subclass passes its block and norm.
+    """A causal language model; a subclass passes what its blocks are made of.
 
-    block: class of the blocks, constructed as block(config, fp8=fp8, rngs=rngs) and called as
-        block(stream, positions, segment_ids, cache) -> (stream, cache) with a Stream and a Cache;
-        without a cache it returns None for the cache.
-    norm: class of the final norm.
+    norm: class of all norms; mlp: of the feed-forward layers.
+    mixer: attention=, or vlstm=: what makes the other half of a block.
+    block: class of the blocks, for one that is wired in another way than Block.
     max_seq_len: number of learned positions; None: no learned positions.
     tied: use the token embedding as the head.
     logit_soft_cap: caps the logits as cap tanh(z / cap); None: no cap.
@@ -105,37 +122,45 @@ class LanguageModel(Layer):
         self,
         config: ModelConfig,
         *,
-        block: Callable[..., nnx.Module],
         norm: type[Norm],
+        mlp: Callable[..., Layer],
+        block: type[Block] = Block,
         max_seq_len: int | None = None,
         tied: bool = False,
         logit_soft_cap: float | None = None,
         fp8: str = "none",
         rngs: nnx.Rngs,
+        **mixer: Callable[..., Layer],
     ):
-        width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
         self.fp8_head = fp8 == "all"
         self.embedding = Embedding(
             config.vocab_size,
-            width,
+            config.d_model,
             padded_vocab_size=config.padded_vocab_size,
             max_seq_len=max_seq_len,
             std=STD,
             dtype=config.residual_dtype,
-            implementation=implementation,
+            implementation=config.implementation,
             rngs=rngs,
         )
-        make = partial(block, config, fp8=fp8 != "none", rngs=rngs)
-        self.blocks = nnx.List([make() for _ in range(config.n_layers)])
-        self.norm = norm(
-            width, eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation
+        make_norm = partial(
+            norm,
+            config.d_model,
+            eps=config.norm_eps,
+            dtype=config.compute_dtype,
+            implementation=config.implementation,
         )
+        make = partial(block, config, make_norm, mlp, mixer, fp8=fp8 != "none", rngs=rngs)
+        self.blocks = nnx.List([make() for _ in range(config.n_layers)])
+        self.norm = make_norm()
         if tied:
             self.head = None
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
-            self.head = Linear(width, config.padded_vocab_size, std=STD, copied=False, rngs=rngs)
+            self.head = Linear(
+                config.d_model, config.padded_vocab_size, std=STD, copied=False, rngs=rngs
+            )
             weight = self.head.weight  # whose columns past the vocabulary are zero
             real = jnp.arange(config.padded_vocab_size) < config.vocab_size
             weight[...] = jnp.where(real, weight[...], 0)

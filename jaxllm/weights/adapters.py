@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import Config, Lora, ModelConfig, evaluated, plain_message
+from jaxllm.config import Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
@@ -29,24 +27,24 @@ from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import (
     HuggingFaceWeights,
     check_finite,
-    pickle_in,
+    open_safetensors,
     read_ahead,
     write_safetensors,
 )
+from jaxllm.weights.huggingface_config import validated
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
-from jaxllm.weights.places import named_params, places
+from jaxllm.weights.places import map_params, named_params, places
 from pallas_kernels.quantized.formats import dequantize
 
 if TYPE_CHECKING:
     from jaxllm.weights.pretrained import RunWeights
 
 PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
-# What a page of peft may say besides what is read: it changes no result, or is a default.
+# What a page of peft may say besides what is off: it is read below, or changes no result.
 _FREE = set(
-    """alora_invocation_tokens auto_mapping base_model_name_or_path exclude_modules inference_mode
-    layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_config
-    megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type
-    use_rslora runtime_config init_lora_weights""".split()
+    """auto_mapping base_model_name_or_path exclude_modules inference_mode init_lora_weights
+    layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_version
+    qalora_group_size r revision target_modules task_type use_rslora""".split()
 )
 
 
@@ -130,7 +128,7 @@ class AdapterWeights:
     def adapters(self, abstract: nnx.State, mesh: Mesh) -> nnx.State:
         """The adapters with the structure of `abstract`, on the mesh."""
         whole = jax.NamedSharding(mesh, jax.P())
-        return _by_name(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
+        return map_params(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
 
     def _held(self, name: str) -> np.ndarray:
         """A parameter of the base in float32, as training saw it."""
@@ -188,17 +186,8 @@ def load_base(
         x = np.asarray(x, variable.get_value().dtype)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
-    found = _by_name(shapes, put)
+    found = map_params(shapes, put)
     return found, base.source if isinstance(base, PackedWeights) else joint_checksum(sums)
-
-
-def _by_name(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> nnx.State:
-    """The state with value(dotted path, variable) in every variable."""
-    return jax.tree.map_with_path(
-        lambda path, v: v.replace(value(jax.tree_util.keystr(path, simple=True, separator="."), v)),
-        state,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
 
 
 def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:
@@ -219,7 +208,8 @@ def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable
             f"{folder} holds adapters of the base {path}, which is no folder here; put it there,"
             f" or, in a folder of peft, name another as base_model_name_or_path in {PAGE}"
         )
-    base = open_weights(found, step)
+    both = found.samefile(folder)  # the base and its adapters lie in one folder
+    base = HuggingFaceWeights(found) if both else open_weights(found, step)
     if isinstance(base, AdapterWeights):
         raise InputError(
             f"{folder} holds adapters of {path}, which holds adapters, too; merge those first:"
@@ -266,15 +256,10 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
                 f"{where}{key}={value!r:.100} is not supported; merge with peft's merge_and_unload"
             )
     path = page.get("base_model_name_or_path")
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not path:
         raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
-    try:
-        # pyrefly: ignore[missing-attribute]
-        file = safe_open(folder / ARRAYS, "numpy").__enter__()
-        stored, about = set(file.keys()), file.metadata() or {}
-    except (SafetensorError, OSError) as e:
-        why = f"{' '.join(str(e).split())}{pickle_in(folder)}"
-        raise InputError(f"{folder / ARRAYS} cannot be read: {why}") from e
+    file = open_safetensors(folder / ARRAYS)
+    stored, about = set(file.keys()), file.metadata() or {}
     checksum, step = about.get("base_checksum"), about.get("base_step")
     base = _open_base(folder, path, int(step) if step else None, open_weights)
     if base.config.type != "llama3":
@@ -298,17 +283,10 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
             f" {', '.join(targets(base.config))}: it {verb} {different[0]}"
         )
     theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
-    defaults = dict(lora_dropout=0.0, use_rslora=False)
-    try:
-        given = {ours: (defaults | page).get(key) for ours, key in theirs_of.items()}
-        lora = Lora.model_validate(given | {"targets": sorted(adapted)})
-        # pyrefly: ignore[bad-argument-type]
-        config = type(base.config)(**base.config.model_dump() | dict(lora=lora.model_dump()))
-    except ValidationError as e:
-        error = e.errors()[0]
-        key = theirs_of.get(str(error["loc"][-1])) if error["loc"] else None
-        value = f"{key}={error['input']!r}: " if key else ""
-        raise InputError(f"{where}{value}{plain_message(error['msg'])}") from e
+    given = dict(lora_dropout=0.0, use_rslora=False) | page
+    lora = {ours: given.get(key) for ours, key in theirs_of.items()} | {"targets": sorted(adapted)}
+    names = {f"lora.{ours}": key for ours, key in theirs_of.items()}
+    config = validated(base.config.model_dump() | {"lora": lora}, folder / PAGE, names)
     shapes = _shapes(config)
     arrays = {ours: np.zeros(shape, np.float32) for ours, shape in shapes.items()}
     for theirs in stored:

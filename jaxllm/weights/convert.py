@@ -108,50 +108,42 @@ def convert(
     """
     from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.packed import PackedWeights
-    from jaxllm.weights.pretrained import RunWeights, open_weights
+    from jaxllm.weights.pretrained import open_weights
 
     source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
+    if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
     weights = open_weights(source, step)
+    adapts, of_run = isinstance(weights, AdapterWeights), getattr(weights, "run", None) is not None
+    alone = adapts and not merge  # the adapters without their base
     if isinstance(weights, PackedWeights):
         raise InputError(
             f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
             " they were made from"
         )
-    of_run = isinstance(weights, RunWeights | AdapterWeights)
-    if merge != isinstance(weights, AdapterWeights) and (merge or packing is not None):
-        wrong = "is for adapters, and" if merge else "needs --merge, because"
-        option, found = ("--merge", "no") if merge else ("--quantize", "some")
-        raise InputError(f"{option} {wrong} {source} holds {found} adapters")
-    if step is not None and not (of_run and weights.run):
+    if merge and not adapts:
+        raise InputError(f"--merge is for adapters, and {source} holds no adapters")
+    if alone and packing is not None:
+        raise InputError(f"--quantize needs --merge, because {source} holds some adapters")
+    if step is not None and not of_run:
         raise InputError(f"--step is for a run's directory; {source} is not one")
-    if packing is not None:
-        with _new_folder(out) as folder:
-            size = _to_packed(weights, folder, out, packing)
-        result = (
-            f"{packing}, {size / 1e6:,.1f} MB; to use: {_command('generate', '--checkpoint', out)}"
-        )
-    elif isinstance(weights, AdapterWeights) and not merge:
-        if dtype is not None:
-            raise InputError("--dtype needs --merge: adapters are written in float32")
-        if weights.run is None:
-            raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
-        with _new_folder(out) as folder:
-            _to_peft(weights, folder)
-        result = f"the adapters of step {weights.step} as a folder of peft"
-    elif of_run:
-        with _new_folder(out) as folder:
-            _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
-        result = f"the checkpoint of step {weights.step} as a Hugging Face folder"
-    else:
-        if dtype is not None:
-            raise InputError(f"--dtype is for a run's directory; {source} is not one")
-        with _new_folder(out) as folder:
-            _from_huggingface(weights, folder, out)
-        train = _command("train", "--config", out / "config.yaml")
-        result = f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
+    if alone and dtype:
+        raise InputError("--dtype needs --merge: adapters are written in float32")
+    if alone and not of_run:
+        raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
+    if dtype and not (adapts or of_run):
+        raise InputError(f"--dtype is for a run's directory; {source} is not one")
+    with _new_folder(out) as folder:
+        if packing is not None:
+            result = _to_packed(weights, folder, out, packing)
+        elif alone:
+            result = _to_peft(weights, folder)
+        elif adapts or of_run:
+            result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
+        else:
+            result = _from_huggingface(weights, folder, out)
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
 
 
@@ -173,7 +165,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _from_huggingface(weights, folder: Path, out: Path) -> None:
+def _from_huggingface(weights, folder: Path, out: Path) -> str:
     from jaxllm.weights.pretrained import write_checkpoint
 
     tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
@@ -186,6 +178,8 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
         "converted_from": str(weights.folder),
     }
     write_checkpoint(folder / "checkpoints", weights, about)
+    train = _command("train", "--config", out / "config.yaml")
+    return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 
 def _config_to_train(model: ModelConfig, init_from: Path, tokenizer: Path | None):
@@ -204,8 +198,7 @@ def _config_to_train(model: ModelConfig, init_from: Path, tokenizer: Path | None
     return config.model_copy(update={"data": data})
 
 
-def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
-    """Writes a folder of packed weights; returns the bytes of its arrays."""
+def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> str:
     from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.packed import write_packed
 
@@ -221,10 +214,11 @@ def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
     size = write_packed(folder, model, packing, weights.param, about)
     if adapts:
         weights.verify()
-    return size
+    use = _command("generate", "--checkpoint", out)
+    return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
 
 
-def _to_huggingface(weights, folder: Path, dtype: str) -> None:
+def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     import json
 
     from jaxllm.text.files import copy_companions, take_ids
@@ -248,14 +242,16 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     write_tensors(folder, config, dtype, tensors)
     if isinstance(weights, AdapterWeights):
         weights.verify()
+    return f"the checkpoint of step {weights.step} as a Hugging Face folder"
 
 
-def _to_peft(weights, folder: Path) -> None:
+def _to_peft(weights, folder: Path) -> str:
     from jaxllm.weights.adapters import write_peft
 
     _copy_text(weights, folder)
     (folder / "config.yaml").write_text(weights.run.to_yaml(), encoding="utf-8")
     write_peft(weights, folder)
+    return f"the adapters of step {weights.step} as a folder of peft"
 
 
 def _copy_text(weights, target: Path) -> bool:

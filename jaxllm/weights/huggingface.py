@@ -199,6 +199,19 @@ def pickle_in(folder: Path) -> str:
     return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
 
 
+def open_safetensors(path: Path) -> Any:
+    """Opens a file for reading; raises InputError."""
+    try:
+        # pyrefly: ignore[missing-attribute]
+        return safe_open(path, "numpy").__enter__()
+    except (SafetensorError, OSError) as e:
+        pointer = path.is_file() and path.stat().st_size < 1000
+        fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
+        fix = fix if path.is_file() else pickle_in(path.parent)
+        why = f"{' '.join(str(e).split())}{fix}"
+        raise InputError(f"{path} cannot be read as safetensors: {why}") from e
+
+
 def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
     """(the files that transformers, or with `meta` Meta, reads; {tensor: file} of the index)."""
     parts = sorted(p.name for p in folder.glob("consolidated*.safetensors")) if meta else []
@@ -228,15 +241,8 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
     names, listed = _weight_files(folder, meta)
     files, stored = {}, {}
     for name in names:
-        try:
-            # pyrefly: ignore[missing-attribute]
-            files[name] = safe_open(folder / name, "numpy").__enter__()
-            found = list(files[name].keys())
-        except (SafetensorError, OSError) as e:
-            pointer = (folder / name).is_file() and (folder / name).stat().st_size < 1000
-            fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
-            raise InputError(f"{folder}: {name!r} cannot be read as safetensors: {e}{fix}") from e
-        for tensor in found:
+        files[name] = open_safetensors(folder / name)
+        for tensor in files[name].keys():
             if tensor in stored:
                 raise InputError(
                     f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; tensors that"
@@ -257,27 +263,27 @@ def write_tensors(
     arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
     header needs only names, shapes and offsets, which are known in advance.
     """
-    numpy_dtype = DTYPES[dtype]
-    shapes = {place.name: place.shape(config) for place in places(config)}
-    sizes = {name: numpy_dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
+    kind = DTYPES[dtype]
+    layout = {place.name: (place.shape(config), kind) for place in places(config)}
+    sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, _) in layout.items()}
     files: list[list[str]] = [[]]
-    for name in shapes:
+    for name in layout:
         if files[-1] and sum(sizes[n] for n in files[-1]) + sizes[name] > SHARD_BYTES:
             files.append([])
         files[-1].append(name)
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [SINGLE]
     remaining = iter(arrays)
 
     def converted(count: int) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in itertools.islice(remaining, count):
             check_finite(x, name)
-            yield name, np.ascontiguousarray(x, numpy_dtype)
+            yield name, np.ascontiguousarray(x, kind)
 
     for file_name, tensors in zip(names, files, strict=True):
-        layout = {name: (shapes[name], numpy_dtype) for name in tensors}
-        write_safetensors(folder / file_name, layout, converted(len(tensors)))
+        part = {name: layout[name] for name in tensors}
+        write_safetensors(folder / file_name, part, converted(len(tensors)))
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}
         page = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

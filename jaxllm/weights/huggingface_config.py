@@ -148,12 +148,12 @@ _HARMLESS = re.compile(
     r"|architectures|auto_map|torch_dtype|dtype|use_bfloat16|torchscript|is_llama_config|is_decoder"
     r"|use_cache|gradient_checkpointing|pretraining_tp|chunk_size_feed_forward|tf_legacy_loss"
     r"|(\w+_)?initializer_range|\w*dropout\w*|\w+_pdrop|n_ctx|max_sequence_length|model_max_length"
-    r"|_?attn_implementation\w*|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
+    r"|_?attn_implementation\w*|_flash_attn_2_enabled|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
     r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?"
-    r"|(max|min)_length|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
+    r"|(max|min)_(length|new_tokens)|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
     r"|temperature|top_[kp]|typical_p|(repetition|length)_penalty|num_return_sequences"
     r"|(encoder_)?no_repeat_ngram_size|remove_invalid_values"
-    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
+    r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"
     r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert"
@@ -169,6 +169,7 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
         raise InputError(f"{path}: quantization_config: quantized weights are not supported")
     kind = KINDS[name]
     keys = Page(page, path, kind.aliases)
+    keys.only("is_causal", True)
     for key, allowed in kind.fixed.items():
         keys.only(key, *allowed)
     fields = {
@@ -189,19 +190,17 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
 def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
     """Builds our configuration from `fields`.
 
-    path, theirs ({our setting: their key}): for errors.
+    path, theirs ({our setting, dotted: their key}): for errors.
     """
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
     except ValidationError as e:
         error = e.errors()[0]
-        parts = [str(part) for part in error["loc"][1:]]
-        key = ".".join(theirs.get(part, part) for part in parts)
-        message = plain_message(error["msg"])
-        if not key:  # the message of one of our own checks uses our names
-            message = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), message)
-        value = f"={error['input']!r}: " if key else ""
-        raise InputError(f"{path}: {key}{value}{message}"[:500]) from e
+        key, message = ".".join(map(str, error["loc"][1:])), plain_message(error["msg"])
+        # A message without a key is of one of our own checks, which uses our names.
+        said = f"{key}={error['input']!r}: {message}" if key else message
+        said = re.sub(r"[\w.]+", lambda word: theirs.get(word[0], word[0]), said)
+        raise InputError(f"{path}: {said}"[:500]) from e
 
 
 class Page:
@@ -354,19 +353,15 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     window = None
     if config.type != "vlstm" and (config.window or 0) < config.max_seq_len:
         window = config.window
-    name, kind = kinds[-1] if window and config.type == "llama3" else kinds[0]
-    if config.d_model % config.n_heads and name == "llama":
-        raise InputError(
-            f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
-            " transformers does not support such a Llama, so it cannot be converted"
-        )
-    if config.type != "vlstm":
-        for key, value in (("window", window), ("softcap", config.softcap)):
-            if value is not None and key not in kind.keys:
-                raise InputError(
-                    f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
-                    " it cannot be converted"
-                )
+    # transformers' Llama has no window, and heads that divide the width; its Mistral need not.
+    mistral = config.type == "llama3" and (window or config.d_model % config.n_heads)
+    name, kind = kinds[-1] if mistral else kinds[0]
+    for key, value in (("window", window), ("softcap", getattr(config, "softcap", None))):
+        if value is not None and key not in kind.keys:
+            raise InputError(
+                f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
+                " it cannot be converted"
+            )
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.
     page |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

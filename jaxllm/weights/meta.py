@@ -12,25 +12,25 @@ from jaxllm.errors import InputError
 from jaxllm.weights.huggingface_config import Page, validated
 
 _NAMES = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-    r"layers\.(\d+)\.attention\.w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
 }
 _EMBEDDING, _GATE = "tok_embeddings.weight", "layers.0.feed_forward.w1.weight"
 
 
 def tensor_name(name: str) -> str:
     """The Hugging Face name of a tensor, or `name` for an unknown one."""
-    for pattern, new in _NAMES.items():
-        if found := re.fullmatch(pattern, name):
-            return found.expand(new)
-    return name  # refused later, by this name
+    found = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name)
+    if not found or (new := _NAMES.get(found[2])) is None:
+        return name  # refused later, by this name
+    return f"model.{found[1]}{new}.weight" if found[1] else f"{new}.weight"
 
 
 def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]]) -> ModelConfig:

@@ -13,6 +13,7 @@ bfloat16, or has another format; then a tied head gets its own matrix, too, and 
 lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from jaxllm import config as configs
 from jaxllm.config import FORMATS, ModelConfig
@@ -36,8 +36,8 @@ from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
 from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
-from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
-from jaxllm.weights.places import named_params, tied
+from jaxllm.weights.huggingface import TAGS, check_finite, open_safetensors, write_safetensors
+from jaxllm.weights.places import map_params, named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
 
@@ -107,13 +107,12 @@ def base_packing(config: ModelConfig) -> Packing | None:
     if getattr(config, "quantize", None) is None:
         return None
     # pyrefly: ignore[missing-attribute]
-    found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
+    packing = Packing(*FORMATS[config.quantize], None, True)
     one = config.model_copy(update={"n_layers": 1})  # all blocks have the same shapes
-    params = named_params(nnx.eval_shape(lambda: create(one)))
-    for packing in found:
-        if _fits(params, packing):
-            return packing
-    layout(config, found[-1])  # says why
+    groups = _groups(named_params(nnx.eval_shape(lambda: create(one))), packing)
+    if not groups:
+        layout(config, packing)  # says why
+    return packing._replace(group=groups[0])
 
 
 def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
@@ -122,34 +121,25 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
     Matrices are packed, or in the compute dtype (bfloat16 beside packed ones); vectors in float32.
     """
 
-    def hold(path, variable):
-        own = packing and packing.of(_dotted(path), variable.shape)
+    def hold(name, variable):
         like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
-        if own:
-            return variable.replace(_packed(own, variable.shape))
+        if own := packing and packing.of(name, variable.shape):
+            return _packed(own, variable.shape)
         dtype = jnp.bfloat16 if packing else config.compute_dtype
-        return variable.replace(like if len(like.shape) == 1 else like.update(dtype=dtype))
+        return like if len(like.shape) == 1 else like.update(dtype=dtype)
 
-    return jax.tree.map_with_path(hold, base, is_leaf=_is_variable)
+    return map_params(base, hold)
 
 
 def frozen_shardings(base: nnx.State, mesh) -> nnx.State:
     """The shardings of a state that `frozen` describes; packed matrices are replicated."""
 
-    def place(variable):
+    def place(_, variable):
         packed = isinstance(variable.get_value(), QuantizedWeight)
         sharding = jax.NamedSharding(mesh, jax.P() if packed else spec_of(variable))
-        return variable.replace(jax.tree.map(lambda _: sharding, variable.get_value()))
+        return jax.tree.map(lambda _: sharding, variable.get_value())
 
-    return jax.tree.map(place, base, is_leaf=_is_variable)
-
-
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _dotted(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return map_params(base, place)
 
 
 Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
@@ -172,9 +162,8 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
         try:
             weight = _packed(own, param.shape)
         except ValueError as e:
-            groups = [g for g in (128, 64, 32, None) if _fits(params, packing._replace(group=g))]
             another = "another " + ("--head" if name == HEAD else "--quantize")
-            if groups:
+            if groups := _groups(params, packing):
                 *most, last = [str(group).lower() for group in groups]
                 another = f"--group {', '.join(most)}{' or ' if most else ''}{last}"
             raise InputError(f"{name}: {e}; choose {another}") from e
@@ -185,15 +174,16 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     return found
 
 
-def _fits(params: dict[str, nnx.Variable], packing: Packing) -> bool:
-    """Whether every matrix can be packed so."""
-    try:
-        for name, param in params.items():
-            if (own := packing.of(name, param.shape)) is not None:
-                _packed(own, param.shape)
-    except ValueError:
-        return False
-    return True
+def _groups(params: dict[str, nnx.Variable], packing: Packing) -> list[int | None]:
+    """The groups, largest first, in which every matrix can be packed."""
+    found = []
+    for group in (128, 64, 32, None):
+        with contextlib.suppress(ValueError):
+            for name, param in params.items():
+                if own := packing._replace(group=group).of(name, param.shape):
+                    _packed(own, param.shape)
+            found.append(group)
+    return found
 
 
 def write_packed(
@@ -261,12 +251,10 @@ class PackedWeights:
         self.source: str = page.get("source", page["digest"])
         self._layout = layout(self.config, self.packing)
         try:
-            # pyrefly: ignore[missing-attribute]
-            self._file = safe_open(folder / ARRAYS, "numpy").__enter__()
-            names = set(self._file.keys())
-        except (SafetensorError, OSError) as e:
-            raise self._damaged(f"{ARRAYS} cannot be read: {' '.join(str(e).split())}") from e
-        self._check(names)
+            self._file = open_safetensors(folder / ARRAYS)
+        except InputError as e:
+            raise self._damaged(str(e)) from e
+        self._check(set(self._file.keys()))
 
     def load(
         self, abstract: dict[str, jax.ShapeDtypeStruct]

@@ -1,17 +1,17 @@
 """Maps our parameters to the names and shapes of Hugging Face, and back.
 
 A table for each model lists which of their tensors holds each of our parameters, and in which
-shape.  A `Place` converts one tensor; `from_huggingface` and `to_huggingface` convert dictionaries
-of numpy arrays, such as weights or gradients.
+shape.  A `Place` converts one tensor.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import InputError
 
 
 class Place(NamedTuple):
@@ -33,16 +33,6 @@ class Place(NamedTuple):
         """The shape of the Hugging Face tensor."""
         known = sizes(config)
         return tuple(known[letter] for letter in self.dims.split())
-
-    def our_shape(self, config: ModelConfig) -> tuple[int, ...]:
-        """The shape of each of our parameters."""
-        first, *rest = self.shape(config)
-        if self.form in ("rows", "columns"):
-            first = config.padded_vocab_size
-        shape = (first, *rest)
-        if self.form in ("transposed", "columns"):
-            shape = shape[::-1]
-        return (*shape[:-1], shape[-1] // len(self.ours))
 
     def to_ours(self, config: ModelConfig, x: np.ndarray) -> dict[str, np.ndarray]:
         """{our dotted path: view or copy} of a Hugging Face tensor."""
@@ -66,14 +56,13 @@ class Place(NamedTuple):
 def sizes(config: ModelConfig) -> dict[str, int]:
     """The sizes that the letters of the tables stand for."""
     C, H = config.d_model, config.n_heads
-    found = dict(V=config.vocab_size, C=C, T=config.max_seq_len, F=config.ff_width, H=H)
-    if config.type == "gpt2":
-        found |= {"3C": 3 * C}
-    elif config.type == "llama3":
-        found |= dict(Q=H * config.head_dim, K=config.n_kv_heads * config.head_dim)
-        found |= dict(D=config.head_dim)
+    found = {"V": config.vocab_size, "C": C, "3C": 3 * C, "F": config.ff_width, "H": H}
+    found["T"] = config.max_seq_len
+    if config.type == "llama3":
+        D = config.head_dim
+        found |= dict(D=D, Q=H * D, K=config.n_kv_heads * D)
     elif config.type == "vlstm":
-        found |= dict(Q=H * config.qk_dim)
+        found["Q"] = H * config.qk_dim
     return found
 
 
@@ -99,135 +88,100 @@ def tied(config: ModelConfig) -> bool:
     return config.type == "gpt2" or (config.type == "llama3" and config.tie_embeddings)
 
 
-def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{our dotted path: array} of {Hugging Face name: array}; ignores other tensors.
-
-    Raises InputError for a missing tensor.
-    """
-    found = {}
-    for place in places(config):
-        if place.name not in tensors:
-            raise InputError(f"the weights lack {place.name}; are they of a {config.type}?")
-        found |= place.to_ours(config, tensors[place.name])
-    return found
-
-
-def to_huggingface(config: ModelConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{Hugging Face name: array}, the inverse of `from_huggingface`."""
-    return {place.name: place.to_theirs(config, arrays) for place in places(config)}
-
-
 def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
     """{dotted path: parameter} of a model or of a state, such as its gradients."""
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree, nnx.Param)
     return {".".join(map(str, path)): p for path, p in nnx.to_flat_state(state)}
 
 
-_GPT2 = (
-    (
-        Place("transformer.wte.weight", "V C", ("embedding.wte",), "rows"),
-        Place("transformer.wpe.weight", "T C", ("embedding.wpe",)),
-        Place("transformer.ln_f.weight", "C", ("norm.weight",)),
-        Place("transformer.ln_f.bias", "C", ("norm.bias",)),
+def map_params(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> nnx.State:
+    """The state with value(dotted path, variable) in every variable."""
+    return jax.tree.map_with_path(
+        lambda path, v: v.replace(value(jax.tree_util.keystr(path, simple=True, separator="."), v)),
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+
+
+def _table(blocks: str, table: str) -> tuple[list[Place], list[Place]]:
+    """(places of the model, of each block); blocks: what begins the names of a block's tensors."""
+    whole, block = [], []
+    for row in table.strip().splitlines():
+        name, dims, ours, *form = (part.strip() for part in row.split("|"))
+        inside = name.startswith("*")
+        # pyrefly: ignore[bad-argument-type]
+        place = Place(name.replace("*", blocks), dims, tuple(ours.split()), *form)
+        (block if inside else whole).append(place)
+    return whole, block
+
+
+# Their tensor (* a block's) | shape | ours | how ours differs
+_TABLES = {
+    # Its Conv1D is (in, out), as ours is.
+    "gpt2": _table(
+        "transformer.h.{i}.",
+        """
+        transformer.wte.weight | V C | embedding.wte | rows
+        transformer.wpe.weight | T C | embedding.wpe
+        transformer.ln_f.weight | C | norm.weight
+        transformer.ln_f.bias | C | norm.bias
+        *ln_1.weight | C | norm_1.weight
+        *ln_1.bias | C | norm_1.bias
+        *attn.c_attn.weight | C 3C | attention.q.weight attention.k.weight attention.v.weight
+        *attn.c_attn.bias | 3C | attention.q.bias attention.k.bias attention.v.bias
+        *attn.c_proj.weight | C C | attention.out.weight
+        *attn.c_proj.bias | C | attention.out.bias
+        *ln_2.weight | C | norm_2.weight
+        *ln_2.bias | C | norm_2.bias
+        *mlp.c_fc.weight | C F | mlp.up.weight
+        *mlp.c_fc.bias | F | mlp.up.bias
+        *mlp.c_proj.weight | F C | mlp.down.weight
+        *mlp.c_proj.bias | C | mlp.down.bias
+        """,
     ),
-    (  # its Conv1D is (in, out), as ours is
-        Place("transformer.h.{i}.ln_1.weight", "C", ("norm_1.weight",)),
-        Place("transformer.h.{i}.ln_1.bias", "C", ("norm_1.bias",)),
-        Place(
-            "transformer.h.{i}.attn.c_attn.weight",
-            "C 3C",
-            ("attention.q.weight", "attention.k.weight", "attention.v.weight"),
-        ),
-        Place(
-            "transformer.h.{i}.attn.c_attn.bias",
-            "3C",
-            ("attention.q.bias", "attention.k.bias", "attention.v.bias"),
-        ),
-        Place("transformer.h.{i}.attn.c_proj.weight", "C C", ("attention.out.weight",)),
-        Place("transformer.h.{i}.attn.c_proj.bias", "C", ("attention.out.bias",)),
-        Place("transformer.h.{i}.ln_2.weight", "C", ("norm_2.weight",)),
-        Place("transformer.h.{i}.ln_2.bias", "C", ("norm_2.bias",)),
-        Place("transformer.h.{i}.mlp.c_fc.weight", "C F", ("mlp.up.weight",)),
-        Place("transformer.h.{i}.mlp.c_fc.bias", "F", ("mlp.up.bias",)),
-        Place("transformer.h.{i}.mlp.c_proj.weight", "F C", ("mlp.down.weight",)),
-        Place("transformer.h.{i}.mlp.c_proj.bias", "C", ("mlp.down.bias",)),
+    "llama3": _table(
+        "model.layers.{i}.",
+        """
+        model.embed_tokens.weight | V C | embedding.wte | rows
+        model.norm.weight | C | norm.weight
+        lm_head.weight | V C | head.weight | columns
+        *input_layernorm.weight | C | norm_1.weight
+        *self_attn.q_proj.weight | Q C | attention.q.weight | transposed
+        *self_attn.k_proj.weight | K C | attention.k.weight | transposed
+        *self_attn.v_proj.weight | K C | attention.v.weight | transposed
+        *self_attn.o_proj.weight | C Q | attention.out.weight | transposed
+        *self_attn.q_proj.bias | Q | attention.q.bias
+        *self_attn.k_proj.bias | K | attention.k.bias
+        *self_attn.v_proj.bias | K | attention.v.bias
+        *self_attn.q_norm.weight | D | attention.q_norm.weight
+        *self_attn.k_norm.weight | D | attention.k_norm.weight
+        *post_attention_layernorm.weight | C | norm_2.weight
+        *mlp.gate_proj.weight | F C | mlp.gate.weight | transposed
+        *mlp.up_proj.weight | F C | mlp.up.weight | transposed
+        *mlp.down_proj.weight | C F | mlp.down.weight | transposed
+        """,
     ),
-)
-_LLAMA3 = (
-    (
-        Place("model.embed_tokens.weight", "V C", ("embedding.wte",), "rows"),
-        Place("model.norm.weight", "C", ("norm.weight",)),
-        Place("lm_head.weight", "V C", ("head.weight",), "columns"),
+    "vlstm": _table(
+        "backbone.blocks.{i}.",
+        """
+        backbone.embeddings.weight | V C | embedding.wte | rows
+        backbone.out_norm.weight | C | norm.weight
+        lm_head.weight | V C | head.weight | columns
+        *norm_mlstm.weight | C | norm_1.weight
+        *mlstm_layer.q.weight | Q C | vlstm.q.weight | transposed
+        *mlstm_layer.k.weight | Q C | vlstm.k.weight | transposed
+        *mlstm_layer.v.weight | C C | vlstm.v.weight | transposed
+        *mlstm_layer.igate_preact.weight | H C | vlstm.i.weight | transposed
+        *mlstm_layer.fgate_preact.weight | H C | vlstm.f.weight | transposed
+        *mlstm_layer.ogate_preact.weight | C C | vlstm.o.weight | transposed
+        *mlstm_layer.out_proj.weight | C C | vlstm.out.weight | transposed
+        *mlstm_layer.igate_preact.bias | H | vlstm.i.bias
+        *mlstm_layer.fgate_preact.bias | H | vlstm.f.bias
+        *mlstm_layer.multihead_norm.weight | C | vlstm.norm.weight
+        *norm_ffn.weight | C | norm_2.weight
+        *ffn.proj_up_gate.weight | F C | mlp.gate.weight | transposed
+        *ffn.proj_up.weight | F C | mlp.up.weight | transposed
+        *ffn.proj_down.weight | C F | mlp.down.weight | transposed
+        """,
     ),
-    (
-        Place("model.layers.{i}.input_layernorm.weight", "C", ("norm_1.weight",)),
-        *(
-            Place(
-                f"model.layers.{{i}}.self_attn.{theirs}_proj.weight",
-                dims,
-                (f"attention.{ours}.weight",),
-                "transposed",
-            )
-            for theirs, dims, ours in [
-                ("q", "Q C", "q"),
-                ("k", "K C", "k"),
-                ("v", "K C", "v"),
-                ("o", "C Q", "out"),
-            ]
-        ),
-        *(
-            Place(f"model.layers.{{i}}.self_attn.{x}_proj.bias", dims, (f"attention.{x}.bias",))
-            for x, dims in [("q", "Q"), ("k", "K"), ("v", "K")]
-        ),
-        *(
-            Place(f"model.layers.{{i}}.self_attn.{x}.weight", "D", (f"attention.{x}.weight",))
-            for x in ("q_norm", "k_norm")
-        ),
-        Place("model.layers.{i}.post_attention_layernorm.weight", "C", ("norm_2.weight",)),
-        *(
-            Place(
-                f"model.layers.{{i}}.mlp.{m}_proj.weight", dims, (f"mlp.{m}.weight",), "transposed"
-            )
-            for m, dims in [("gate", "F C"), ("up", "F C"), ("down", "C F")]
-        ),
-    ),
-)
-_VLSTM = (
-    (
-        Place("backbone.embeddings.weight", "V C", ("embedding.wte",), "rows"),
-        Place("backbone.out_norm.weight", "C", ("norm.weight",)),
-        Place("lm_head.weight", "V C", ("head.weight",), "columns"),
-    ),
-    (
-        Place("backbone.blocks.{i}.norm_mlstm.weight", "C", ("norm_1.weight",)),
-        *(
-            Place(
-                f"backbone.blocks.{{i}}.mlstm_layer.{theirs}.weight",
-                dims,
-                (f"vlstm.{ours}.weight",),
-                "transposed",
-            )
-            for theirs, dims, ours in [
-                ("q", "Q C", "q"),
-                ("k", "Q C", "k"),
-                ("v", "C C", "v"),
-                ("igate_preact", "H C", "i"),
-                ("fgate_preact", "H C", "f"),
-                ("ogate_preact", "C C", "o"),
-                ("out_proj", "C C", "out"),
-            ]
-        ),
-        Place("backbone.blocks.{i}.mlstm_layer.igate_preact.bias", "H", ("vlstm.i.bias",)),
-        Place("backbone.blocks.{i}.mlstm_layer.fgate_preact.bias", "H", ("vlstm.f.bias",)),
-        Place("backbone.blocks.{i}.mlstm_layer.multihead_norm.weight", "C", ("vlstm.norm.weight",)),
-        Place("backbone.blocks.{i}.norm_ffn.weight", "C", ("norm_2.weight",)),
-        Place(
-            "backbone.blocks.{i}.ffn.proj_up_gate.weight", "F C", ("mlp.gate.weight",), "transposed"
-        ),
-        Place("backbone.blocks.{i}.ffn.proj_up.weight", "F C", ("mlp.up.weight",), "transposed"),
-        Place(
-            "backbone.blocks.{i}.ffn.proj_down.weight", "C F", ("mlp.down.weight",), "transposed"
-        ),
-    ),
-)
-_TABLES = {"gpt2": _GPT2, "llama3": _LLAMA3, "vlstm": _VLSTM}
+}

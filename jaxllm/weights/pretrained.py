@@ -22,7 +22,7 @@ from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in, read_ahead
 from jaxllm.weights.packed import PAGE, PackedWeights
-from jaxllm.weights.places import Place, named_params, places
+from jaxllm.weights.places import Place, map_params, named_params, places
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
 _FREE = set(
@@ -61,9 +61,7 @@ class RunWeights:
     def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """{our dotted path: array} of some parameters."""
         items = {_stored(name): np.empty(0, np.float32) for name in names}
-        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in items}
-        found = self._restore(_part(items, restore_args))
-        self._verify(found)
+        found = self._arrays(items, dict.fromkeys(items, ocp.RestoreArgs(restore_type=np.ndarray)))
         return {name: found[_stored(name)] for name in names}
 
     def param(self, name: str) -> np.ndarray:
@@ -79,8 +77,7 @@ class RunWeights:
         found = {}
         for names in _parts(abstract):
             items = {_stored(name): abstract[name].update(dtype=np.float32) for name in names}
-            arrays = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
-            self._verify({name: arrays[name] for name in items})
+            arrays = self._arrays(items, ocp.checkpoint_utils.construct_restore_args(items))
             for name in names:
                 found[name] = arrays[_stored(name)].astype(abstract[name].dtype)
         return found
@@ -113,9 +110,13 @@ class RunWeights:
                 raise
             raise self._damaged(in_short(e)) from e
 
-    def _verify(self, arrays: dict[str, Any]) -> None:
-        if name := first_mismatch(arrays, self._checksums):
+    def _arrays(self, items: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
+        """Some arrays, whose checksums are right."""
+        options = dict(restore_args=restore_args, partial_restore=True)
+        found = self._restore(ocp.args.PyTreeRestore(item=items, **options))
+        if name := first_mismatch({name: found[name] for name in items}, self._checksums):
             raise self._damaged(f"the checksum of {name} differs")
+        return found
 
     def _damaged(self, why: str) -> InputError:
         older = [step for step in self._manager.all_steps() if step < self.step]
@@ -200,25 +201,22 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
                 f"{held}, which cannot be trained; name the run or the folder that they were made"
                 " from, or set model.lora"
             )
-        # pyrefly: ignore[missing-attribute]
-        if model.quantize is not None or weights.packing.head is not None:
-            # pyrefly: ignore[missing-attribute]
-            key = "the head" if weights.packing.head else f"model.quantize={model.quantize}"
-            fix = "convert without --head" if weights.packing.head else "leave it out"
-            raise InputError(f"{held}; {key} cannot be packed for training: {fix}")
+        cannot = "cannot be packed for training"
+        if weights.packing.head is not None:
+            raise InputError(f"{held}; the head {cannot}: convert without --head")
+        if (given := getattr(model, "quantize", None)) is not None:
+            raise InputError(f"{held}; model.quantize={given} {cannot}: leave it out")
     if isinstance(weights, AdapterWeights) and lora is not None:
-        for key in ("rank", "alpha", "targets", "rslora"):
+        ours, theirs = (
+            x.model_dump(include={"rank", "alpha", "rslora"})
+            | {"targets": [n for n in adapters.targets(model) if x.adapts(n)]}
             # pyrefly: ignore[missing-attribute]
-            ours, theirs = (getattr(x, key) for x in (lora, weights.config.lora))
-            if key == "targets":
-                ours, theirs = (
-                    [n for n in adapters.targets(model) if x.adapts(n)]
-                    # pyrefly: ignore[missing-attribute]
-                    for x in (lora, weights.config.lora)
-                )
-            if ours != theirs:
+            for x in (lora, weights.config.lora)
+        )
+        for key in ours:
+            if ours[key] != theirs[key]:
                 raise InputError(
-                    f"model.lora.{key}={ours} differs from {theirs} of the adapters in"
+                    f"model.lora.{key}={ours[key]} differs from {theirs[key]} of the adapters in"
                     f" {weights.folder}; change it, or merge them first with jaxllm convert --merge"
                 )
 
@@ -234,16 +232,13 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     Packed weights keep the form that PackedWeights.load returns.  At most AHEAD + 1 further
     tensors are in memory at a time.
     """
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-    }
+    leaves = {name: variable.get_value() for name, variable in named_params(abstract).items()}
     if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
     elif isinstance(weights, AdapterWeights):  # merged
         arrays = {
             name: jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, weights.read((name,))[name].__getitem__
+                leaf.shape, leaf.sharding, weights.param(name).__getitem__
             )
             for name, leaf in leaves.items()
         }
@@ -254,7 +249,7 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
             for tensors in read_ahead(weights.read, places(weights.config))
             for name, x in tensors.items()
         }
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+    return map_params(abstract, lambda name, _: arrays[name])
 
 
 def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
@@ -263,8 +258,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     Holds one tensor in memory at a time.  Each is read twice, because Orbax writes the checksums
     first.  Raises RunError if the disk fails.
     """
+    shapes = named_params(nnx.eval_shape(lambda: create(weights.config)))
     state = {
-        _stored(name): _Unread(weights, place, name)
+        _stored(name): _Unread(weights, place, name, shapes[name].shape)
         for place in places(weights.config)
         for name in place.ours
     }
@@ -303,9 +299,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
 class _Unread:
     """A parameter that is read only when Orbax writes it."""
 
-    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str):
+    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str, shape: tuple):
         self.weights, self.place, self.name = weights, place, name
-        self.shape, self.dtype = place.our_shape(weights.config), np.dtype(np.float32)
+        self.shape, self.dtype = shape, np.dtype(np.float32)
 
     def read(self) -> np.ndarray:
         return self.weights.read(self.place)[self.name]
@@ -340,7 +336,3 @@ def _parts(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
         block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
         parts.setdefault(block, []).append(name)
     return list(parts.values())
-
-
-def _part(items: dict[str, Any], restore_args: dict[str, Any]) -> ocp.args.PyTreeRestore:
-    return ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)

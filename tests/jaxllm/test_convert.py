@@ -199,7 +199,8 @@ def test_unsupported_tensors_and_settings_are_refused_by_name(case, tmp_path, ca
     assert_refused(folder, tmp_path / "ours", message, capsys)
 
 
-def test_a_model_that_transformers_does_not_support_is_not_written(tmp_path, capsys):
+def test_heads_that_do_not_divide_the_width_are_those_of_a_mistral(tmp_path):
+    """transformers refuses them in a Llama."""
     name = "model.layers.{}.self_attn.{}_proj.weight"
     tensors = weights_of("llama3")
     for i in range(2):  # three heads of 8 in a width of 16
@@ -212,10 +213,12 @@ def test_a_model_that_transformers_does_not_support_is_not_written(tmp_path, cap
     page = dict(num_attention_heads=3, num_key_value_heads=1)
     folder = folder_of(tmp_path / "theirs", "llama3", tensors, **page)
     assert run(folder, tmp_path / "ours") == 0
-    capsys.readouterr()
-    assert_refused(
-        tmp_path / "ours", tmp_path / "back", "d_model=16 is not a multiple of model.n_h", capsys
-    )
+    assert run(tmp_path / "ours", tmp_path / "back") == 0
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["model_type"], written["sliding_window"]) == ("mistral", None)
+    assert_same_tensors(tmp_path / "back", tensors)
+    one, two = (logits(path, [[1, 2, 3]]) for path in (folder, tmp_path / "back"))
+    np.testing.assert_array_equal(one, two)
 
 
 def test_a_changed_byte_in_a_run_is_not_converted(tmp_path, capsys):
@@ -270,6 +273,10 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
     (out / "precious").write_text("kept")
     assert_refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
     assert (out / "precious").read_text() == "kept"
+    link = tmp_path / "link"  # which a folder cannot replace, as it cannot replace a mount point
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / "empty")
+    assert_refused(tmp_path / "good", link, "link exists: choose another folder", capsys)
 
 
 @pytest.mark.parametrize("direction", ["ours", "theirs"])

@@ -34,7 +34,9 @@ METADATA = dict(
     eos_token_id=[2, 3], pad_token_id=0, initializer_range=0.02, pretraining_tp=2, use_cache=True,
     torch_dtype="bfloat16", transformers_version="4.43.0", attention_dropout=0.1, attn_pdrop=0.1,
     is_llama_config=True, rope_interleaved=False, unsloth_fixed=True, task_specific_params={"a": 1},
-    quantization_config=None, summary_type="cls_index", reorder_and_upcast_attn=True,
+    quantization_config=None, summary_type="cls_index", reorder_and_upcast_attn=True, n_special=0,
+    predict_special_tokens=True, _num_labels=1, is_causal=True, max_new_tokens=64,
+    _flash_attn_2_enabled=True,
 )  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ROTARY = {"rope_type": "llama3", "rope_theta": 500.0} | SCALING
@@ -61,7 +63,7 @@ REFUSED = {
         dict(per_layer_config={"0": {"mlp_bias": True}}), dict(rope_interleaved=True),
         dict(quantization_config={"quant_method": "fp8"}), dict(compression_config={"a": 1}),
         dict(transformers_weights="other.safetensors"), dict(tie_word_embeddings="no"),
-        dict(tie_word_embeddings=None, model_type="qwen2_moe"),
+        dict(tie_word_embeddings=None, model_type="qwen2_moe"), dict(is_causal=False),
     ],
     "qwen2": [dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), dict(attention_bias=True)],
     "qwen3": [dict(attention_bias=True), dict(num_experts=8), dict(mlp_bias=True)],

@@ -1,5 +1,6 @@
 """Compares layers with their formulas; tests dtypes, segments, positions, padding."""
 
+import inspect
 import re
 
 import jax
@@ -56,11 +57,64 @@ def close(actual, expected, tolerance=1e-5):
             lambda rngs: VLSTMLayer(250, 4, rngs=rngs),
             "d_model=250 is not a multiple of 2 n_heads=8",
         ),
+        (
+            lambda rngs: Attention(256, 4, n_kv_heads=0, rngs=rngs),
+            "n_heads=4 is not a multiple of n_kv_heads=0",
+        ),
+        (lambda rngs: Attention(256, 0, rngs=rngs), "n_heads=0 is not a multiple of n_kv_heads=0"),
+        (
+            lambda rngs: Embedding(100, 8, padded_vocab_size=64, rngs=rngs),
+            "padded_vocab_size=64 is less than vocab_size=100",
+        ),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(layer, message):
+def test_sizes_that_do_not_fit_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):
         layer(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Attention, dict(n_heads=2)),
+        (VLSTMLayer, dict(n_heads=2)),
+        (MLP, dict(d_ff=24)),
+        (GatedMLP, dict(d_ff=24)),
+    ],
+)
+def test_an_output_projection_may_begin_at_zero(kind, options):
+    assert not jnp.any(kind(16, out_std=0.0, **options, rngs=nnx.Rngs(0))(normal(0, 1, 3, 16)))
+
+
+def test_a_mesh_of_other_axes_is_refused_in_one_line():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    for layer in (RMSNorm(8), Linear(8, 4, rngs=nnx.Rngs(0))):
+        with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match="make_mesh$"):
+            layer(jnp.ones((2, 3, 8)))
+
+
+def test_what_would_silently_be_another_computation_is_refused():
+    check = inspect.unwrap(Linear.check)  # without the type checks that only tests have
+    for dtype in (jnp.int32, jnp.bool):  # to which the weights would be cast
+        with pytest.raises(ValueError, match=rf"^x is {jnp.dtype(dtype)}: cast it to bfloat16"):
+            check(Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 2, 8), dtype))
+    x = normal(0, 1, 3, 1, 16)  # one head of 16 where the norm has two of 8
+    with pytest.raises(ValueError, match=r"weight has shape \(2, 8\)"):
+        HeadLayerNorm(2, 8)(x, x)
+    positions = jnp.zeros((3, 4), jnp.int32)  # of three rows for a single one
+    with pytest.raises(ValueError, match="Incompatible"):
+        Embedding(10, 8, max_seq_len=8, rngs=nnx.Rngs(0))(positions[:1], positions)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
+def test_no_rows_and_no_tokens_give_empty_results(kind):
+    model = create(tiny(kind))
+    for shape in ((0, 4), (2, 0)):
+        tokens = jnp.zeros(shape, jnp.int32)
+        assert model(tokens).shape == (*shape, 128)
+        assert model.loss(tokens, tokens) == 0
+    with pytest.raises(ValueError, match=r"tokens has shape \(4,\), but needs 2 axes: B T"):
+        model.embedding._embed(jnp.zeros(4, jnp.int32), None, adds=True)
 
 
 def test_linear_is_xw_plus_b_and_can_return_float32():

@@ -11,6 +11,7 @@ import pytest
 from cases import slow
 from evaluation_run import TEXTS
 from flax import nnx
+from huggingface_folders import to_huggingface
 from safetensors.numpy import save_file
 from tiny_models import tiny
 
@@ -26,7 +27,7 @@ from jaxllm.sharding import make_mesh
 from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
 from jaxllm.weights.packed import PackedWeights, Packing
-from jaxllm.weights.places import named_params, to_huggingface
+from jaxllm.weights.places import named_params
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import dequantize
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_folders import from_huggingface, to_huggingface
 from pydantic import TypeAdapter
 from safetensors import safe_open
 
 from jaxllm.config import ModelConfig
 from jaxllm.models import create
-from jaxllm.weights.places import from_huggingface, named_params, to_huggingface
+from jaxllm.weights.places import named_params
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TOLERANCE = 2e-5  # of the largest value, for fp32 sums in another order through two blocks

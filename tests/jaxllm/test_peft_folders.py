@@ -156,9 +156,11 @@ def test_adapters_of_relatives_give_the_logits_of_peft(tmp_path, name):
         (dict(peft_type="IA3"), "peft_type='IA3' is not supported; only 'LORA' is"),
         (dict(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8} is not supported"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
+        (dict(alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\] is not supported"),
         (dict(base_model_name_or_path="meta/none"), "of the base meta/none, which is no folder"),
+        (dict(base_model_name_or_path=""), "base_model_name_or_path='' is not a folder's name"),
         (dict(r=2), r"of another model than .*_proj.lora_.* that model needs"),
-        (dict(r=1000), "lora.rank=1000 exceeds 16"),
+        (dict(r=1000), r"adapter_config\.json: r=1000 exceeds 16"),
         (dict(r=None), r"adapter_config\.json: r=None: must be a whole number$"),
         (dict(r=0), r"adapter_config\.json: r=0: must be at least 1$"),
         (dict(lora_alpha="16"), r"adapter_config\.json: lora_alpha='16': must be a number$"),
@@ -169,6 +171,20 @@ def test_folders_of_peft_that_do_not_fit_are_refused(tmp_path, page, message):
     with pytest.raises(InputError, match=message) as raised:
         open_weights(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_adapters_may_lie_beside_their_base(tmp_path):
+    apart = adapters_for(tmp_path / "apart", "mistral")
+    shutil.copytree(apart / "base", tmp_path / "both")
+    page = json.loads((apart / "adapter_config.json").read_text())
+    page["base_model_name_or_path"] = str(tmp_path / "both")
+    (tmp_path / "both" / "adapter_config.json").write_text(json.dumps(page))
+    shutil.copy(apart / "adapter_model.safetensors", tmp_path / "both")
+    one, two = (
+        open_weights(folder).param("blocks.0.attention.q.weight")
+        for folder in (apart, tmp_path / "both")
+    )
+    np.testing.assert_array_equal(one, two)
 
 
 def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
