@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 import pallas_kernels
 from pallas_kernels.torch import run
@@ -41,6 +41,16 @@ def _each(f: Callable, x) -> Any:
     if hasattr(x, "__dataclass_fields__"):
         return type(x)(*[_each(f, getattr(x, name)) for name in x.__dataclass_fields__])
     return f(x)
+
+
+def _static(name: str, x):
+    """x with a hash: a size that torch.compile calls dynamic as the number that it is here."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return int(x) if isinstance(x, torch.SymInt) else float(x)
+    if type(x).__hash__ is None:
+        what = f"a {type(x).__name__} among the arguments"
+        raise TypeError(f"{name}: {what}: pass a tensor, or a tuple for an option")
+    return x
 
 
 def _filled(template, arrays):
@@ -76,6 +86,8 @@ class Call:
     def __init__(self, name: str, template, wrt: tuple[int, ...], arrays):
         self.name, self.wrt = name, wrt
         kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        if layout := {x.layout for x in arrays} - {torch.strided}:
+            raise TypeError(f"{name}: a tensor of layout {layout.pop()}: pass one with strides")
         if wide := {"int64", "uint64", "float64"}.intersection(kinds):
             raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
         plain = lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
@@ -168,7 +180,7 @@ def _traced(arrays) -> bool:
     return other or modes > 0 or functorch.peek_interpreter_stack() is not None
 
 
-def _run(call: Call, arrays, backward: bool = False):
+def _run(call: Call, backward: bool, *arrays):
     """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
     if _traced(arrays):
         operator = getattr(torch.ops.pallas_kernels, call.name).default
@@ -177,24 +189,32 @@ def _run(call: Call, arrays, backward: bool = False):
 
 
 class _Function(torch.autograd.Function):
+    """One of the passes; that of the backward pass has no gradient, and says so."""
+
     @staticmethod
-    def forward(ctx, call: Call, *arrays):
-        out, entry = _run(call, arrays), call.entry
-        ctx.call = call
+    def forward(ctx, call: Call, backward: bool, *arrays):
+        out, entry = _run(call, backward, *arrays), call.entry
+        ctx.call, ctx.second = call, backward
+        if backward:
+            return tuple(out)
         ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
         return tuple(out[: entry.count])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
         call = ctx.call
-        made = _run(call, [*ctx.saved_tensors, *gradients], True)
-        out = {i + 1: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
+        if ctx.second:
+            raise NotImplementedError(f"{call.name}: its kernels have no second derivative")
+        run = _Function.apply if torch.is_grad_enabled() else _run
+        made = run(call, True, *ctx.saved_tensors, *gradients)
+        out = {i + 2: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
         return tuple(map(out.get, range(len(ctx.needs_input_grad))))
 
 
 class Op:
     """One of our ops for tensors."""
+
+    __module__ = "pallas_kernels.torch"  # where `__reduce__` finds it
 
     def __init__(self, name: str, autocast: bool = False):
         """autocast: whether floating point tensors take autocast's dtype."""
@@ -213,6 +233,9 @@ class Op:
         """The op for JAX's arrays, which has the signature."""
         return getattr(pallas_kernels, self.__name__)
 
+    def __reduce__(self) -> str:
+        return self.__name__  # a copy is the op itself, which torch.compile knows
+
     def __call__(self, *args, **kwargs) -> Any:
         name, arrays = self.__name__, []
         keep = lambda x: arrays.append(x) or ... if isinstance(x, torch.Tensor) else x
@@ -225,10 +248,16 @@ class Op:
         grad = torch.is_grad_enabled()
         wrt = tuple([i for i, x in enumerate(arrays) if grad and x.requires_grad])
         what = (name, template, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
-        found = _known.get(what)
+        try:
+            found = _known.get(what)
+        except TypeError:
+            what = _each(functools.partial(_static, name), what)
+            found = _known.get(what)
         if found is None:
-            found = _known[what] = Call(name, template, wrt, arrays)
-        out, entry = _Function.apply(found, *arrays) if wrt else _run(found, arrays), found.entry
+            found = _known[what] = Call(name, what[1], wrt, arrays)
+        # PyTorch itself refuses its other transformations of an autograd function.
+        run, entry = _Function.apply if wrt or forward_ad._current_level >= 0 else _run, found.entry
+        out = run(found, False, *arrays)
         return out[0] if entry.out is ... else _filled(entry.out, out)
 
 
