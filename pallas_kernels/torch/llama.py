@@ -27,10 +27,9 @@ def patch(model):
     if type(model).__name__ != "LlamaForCausalLM":
         raise ValueError(f"patch takes a LlamaForCausalLM, not {type(model).__name__}")
     config = model.config
-    if config.attention_dropout:
-        raise ValueError(f"attention_dropout={config.attention_dropout}: our attention has none")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r}: our kernel has 'silu'")
+    for name, need in (("attention_dropout", 0), ("hidden_act", "silu")):
+        if getattr(config, name) != need:
+            raise ValueError(f"{name}={getattr(config, name)!r}: our kernels have {need!r}")
     rope = _rope(config)
     ours = {
         "LlamaRMSNorm": lambda self, x: pk.rms_norm(x, self.weight, eps=self.variance_epsilon),
@@ -52,14 +51,13 @@ def patch(model):
 def _rope(config) -> dict[str, Any]:
     """The options of our rope; transformers 5 has all in rope_parameters."""
     given = dict(getattr(config, "rope_parameters", None) or config.rope_scaling or {})
-    theta = given.get("rope_theta") or config.rope_theta
+    options: dict[str, Any] = {"theta": float(given.get("rope_theta") or config.rope_theta)}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return {"theta": float(theta)}
-    if kind != "llama3":
+    if kind == "llama3":
+        options["scaling"] = pk.RopeScaling(**{x: given[x] for x in pk.RopeScaling._fields})
+    elif kind != "default":
         raise ValueError(f"rope of type {kind!r}: our kernel has 'default' and 'llama3'")
-    scaling = pk.RopeScaling(**{name: given[name] for name in pk.RopeScaling._fields})
-    return {"theta": float(theta), "scaling": scaling}
+    return options
 
 
 def _attention(self, hidden_states, *args, rope, **kwargs):

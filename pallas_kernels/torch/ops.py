@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 
 import pallas_kernels
 from pallas_kernels.torch import run
-from pallas_kernels.torch.launch import driver_version
 from pallas_kernels.torch.program import Entry
 
 log = logging.getLogger("pallas_kernels")
@@ -43,13 +42,12 @@ def _each(f: Callable, x) -> Any:
     return f(x)
 
 
-def _static(name: str, x):
+def _static(x):
     """x with a hash: a size that torch.compile calls dynamic as the number that it is here."""
     if isinstance(x, torch.SymInt | torch.SymFloat):
         return int(x) if isinstance(x, torch.SymInt) else float(x)
     if type(x).__hash__ is None:
-        what = f"a {type(x).__name__} among the arguments"
-        raise TypeError(f"{name}: {what}: pass a tensor, or a tuple for an option")
+        raise TypeError(f"a {type(x).__name__} among the arguments: pass a tensor, or a tuple")
     return x
 
 
@@ -61,15 +59,10 @@ def _filled(template, arrays):
 
 @functools.cache
 def _versions() -> tuple:
-    """What a plan depends on besides its call: versions, the kind of GPU, our source."""
+    """What a plan depends on besides its call: versions, and our source."""
     found: list[Any] = [torch.__version__, torch.version.cuda]
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
-        try:
-            found.append(version(name))
-        except PackageNotFoundError:
-            found.append(None)
-    if torch.cuda.is_available():
-        found += [torch.cuda.get_device_capability(), driver_version()]
+        found += (name, *(x.version for x in distributions(name=name)))
     total = hashlib.sha256()
     for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
         total.update(path.read_bytes())
@@ -170,7 +163,7 @@ def _check(name: str, arrays) -> None:
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
     made = _calls[key].entry.passes[backward]
     results = (made.arrays[i] for i in made.outputs)
-    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in results]
+    return [arrays[0].new_empty(x.shape, dtype=getattr(torch, x.dtype)) for x in results]
 
 
 def _traced(arrays) -> bool:
@@ -197,7 +190,8 @@ class _Function(torch.autograd.Function):
         ctx.call, ctx.second = call, backward
         if backward:
             return tuple(out)
-        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
+        both = *arrays, *out
+        ctx.save_for_backward(*[both[i] for i in entry.saved])
         return tuple(out[: entry.count])
 
     @staticmethod
@@ -205,19 +199,18 @@ class _Function(torch.autograd.Function):
         call = ctx.call
         if ctx.second:
             raise NotImplementedError(f"{call.name}: its kernels have no second derivative")
-        run = _Function.apply if torch.is_grad_enabled() else _run
-        made = run(call, True, *ctx.saved_tensors, *gradients)
+        of = _Function.apply if torch.is_grad_enabled() else _run  # with create_graph=True
+        made = of(call, True, *ctx.saved_tensors, *gradients)
         out = {i + 2: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
         return tuple(map(out.get, range(len(ctx.needs_input_grad))))
 
 
 class Op:
-    """One of our ops for tensors."""
+    """One of our ops for tensors; with `autocast` those of floats take autocast's dtype."""
 
     __module__ = "pallas_kernels.torch"  # where `__reduce__` finds it
 
     def __init__(self, name: str, autocast: bool = False):
-        """autocast: whether floating point tensors take autocast's dtype."""
         self.__name__ = self.__qualname__ = name
         self.autocast = autocast
         _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
@@ -251,14 +244,12 @@ class Op:
         try:
             found = _known.get(what)
         except TypeError:
-            what = _each(functools.partial(_static, name), what)
-            found = _known.get(what)
+            found = _known.get(what := _each(_static, what))
         if found is None:
             found = _known[what] = Call(name, what[1], wrt, arrays)
-        # PyTorch itself refuses its other transformations of an autograd function.
-        run, entry = _Function.apply if wrt or forward_ad._current_level >= 0 else _run, found.entry
-        out = run(found, False, *arrays)
-        return out[0] if entry.out is ... else _filled(entry.out, out)
+        forward_mode = forward_ad._current_level >= 0  # which PyTorch refuses for a _Function
+        out = (_Function.apply if wrt or forward_mode else _run)(found, False, *arrays)
+        return out[0] if found.entry.out is ... else _filled(found.entry.out, out)
 
 
 class _Dynamo:
@@ -270,18 +261,15 @@ class _Dynamo:
     ops: list[Op] = []
 
     def find_spec(self, name, *_):
-        if name != "torch._dynamo":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            spec: Any = importlib.util.find_spec(name)
+            self.execute, spec.loader.exec_module = spec.loader.exec_module, self.exec_module
+            return spec
 
-        def exec_module(module):
-            execute(module)
-            torch.compiler.allow_in_graph(self.ops)
-
-        spec.loader.exec_module = exec_module
-        return spec
+    def exec_module(self, module):
+        self.execute(module)
+        torch.compiler.allow_in_graph(self.ops)
 
 
 sys.meta_path.insert(0, _Dynamo())
