@@ -2,6 +2,9 @@
 
 import os
 
+import pytest
+import torch
+
 from pallas_kernels.torch import launch, ops, program, trace
 
 equations = []  # of kernels, by their place
@@ -19,3 +22,18 @@ def make_anew(monkeypatch) -> None:
     monkeypatch.setattr(trace, "kernel", not_lowered)
     monkeypatch.setattr(launch, "binary", str.encode)
     monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def tiny_llama(**options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=256,
+        initializer_range=0.1, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)

@@ -67,6 +67,7 @@ _FORMULAS = {
     "shift_right_logical": "(unsigned {plain})({0}) >> {1}", "logistic": "1 / (1 + exp(-{0}))",
     "reduce_precision": "float({rounded}({0}))",
 }  # fmt: skip
+_ROUNDED = {(8, 7): "bf16", (5, 10): "f16", (8, 23): "float"}
 _FORMULAS |= {name: name + "({0})" for name in "exp exp2 log log1p log2 tanh sqrt".split()}
 _MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unstack iota".split())
 
@@ -180,7 +181,7 @@ class _Group:
         return _FORMULAS[name].format(
             *x, type=kind, plain=kind.replace("unsigned", ""), memory=memory,
             bits=_TYPES[self.program.arrays[step.ins[0]].dtype][1],
-            rounded="bf16" if p.get("exponent_bits") == 8 else "f16",
+            rounded=_ROUNDED.get((p.get("exponent_bits"), p.get("mantissa_bits"))),
         )  # fmt: skip
 
 

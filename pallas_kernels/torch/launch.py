@@ -6,13 +6,12 @@ JAX is not imported: its plugin is a library with a C function.
 
 import ctypes
 import functools
-import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from pallas_kernels.torch.glue import CUDA
 from pallas_kernels.torch.program import Glue, Kernel
@@ -22,17 +21,7 @@ _lock = threading.Lock()
 
 
 def _folder(package: str) -> Path | None:
-    try:
-        found: Any = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # of the package around it
-        return None
-    return Path(next(iter(found.submodule_search_locations))) if found else None
-
-
-def driver_version() -> int:
-    found = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-    return found.value
+    return next(filter(Path.is_dir, (Path(x, *package.split(".")) for x in sys.path)), None)
 
 
 @functools.cache

@@ -14,16 +14,15 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 import pallas_kernels
 from pallas_kernels.torch import run
-from pallas_kernels.torch.launch import driver_version
 from pallas_kernels.torch.program import Entry
 
 log = logging.getLogger("pallas_kernels")
@@ -43,6 +42,15 @@ def _each(f: Callable, x) -> Any:
     return f(x)
 
 
+def _static(x):
+    """x with a hash: a size that torch.compile calls dynamic as the number that it is here."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return int(x) if isinstance(x, torch.SymInt) else float(x)
+    if type(x).__hash__ is None:
+        raise TypeError(f"a {type(x).__name__} among the arguments: pass a tensor, or a tuple")
+    return x
+
+
 def _filled(template, arrays):
     """The template with arrays in place of `...`, in order."""
     left = iter(arrays)
@@ -51,15 +59,10 @@ def _filled(template, arrays):
 
 @functools.cache
 def _versions() -> tuple:
-    """What a plan depends on besides its call: versions, the kind of GPU, our source."""
+    """What a plan depends on besides its call: versions, and our source."""
     found: list[Any] = [torch.__version__, torch.version.cuda]
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
-        try:
-            found.append(version(name))
-        except PackageNotFoundError:
-            found.append(None)
-    if torch.cuda.is_available():
-        found += [torch.cuda.get_device_capability(), driver_version()]
+        found += (name, *(x.version for x in distributions(name=name)))
     total = hashlib.sha256()
     for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
         total.update(path.read_bytes())
@@ -76,6 +79,8 @@ class Call:
     def __init__(self, name: str, template, wrt: tuple[int, ...], arrays):
         self.name, self.wrt = name, wrt
         kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        if layout := {x.layout for x in arrays} - {torch.strided}:
+            raise TypeError(f"{name}: a tensor of layout {layout.pop()}: pass one with strides")
         if wide := {"int64", "uint64", "float64"}.intersection(kinds):
             raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
         plain = lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
@@ -158,7 +163,7 @@ def _check(name: str, arrays) -> None:
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
     made = _calls[key].entry.passes[backward]
     results = (made.arrays[i] for i in made.outputs)
-    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in results]
+    return [arrays[0].new_empty(x.shape, dtype=getattr(torch, x.dtype)) for x in results]
 
 
 def _traced(arrays) -> bool:
@@ -168,7 +173,7 @@ def _traced(arrays) -> bool:
     return other or modes > 0 or functorch.peek_interpreter_stack() is not None
 
 
-def _run(call: Call, arrays, backward: bool = False):
+def _run(call: Call, backward: bool, *arrays):
     """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
     if _traced(arrays):
         operator = getattr(torch.ops.pallas_kernels, call.name).default
@@ -177,27 +182,35 @@ def _run(call: Call, arrays, backward: bool = False):
 
 
 class _Function(torch.autograd.Function):
+    """One of the passes; that of the backward pass has no gradient, and says so."""
+
     @staticmethod
-    def forward(ctx, call: Call, *arrays):
-        out, entry = _run(call, arrays), call.entry
-        ctx.call = call
-        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
+    def forward(ctx, call: Call, backward: bool, *arrays):
+        out, entry = _run(call, backward, *arrays), call.entry
+        ctx.call, ctx.second = call, backward
+        if backward:
+            return tuple(out)
+        both = *arrays, *out
+        ctx.save_for_backward(*[both[i] for i in entry.saved])
         return tuple(out[: entry.count])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
         call = ctx.call
-        made = _run(call, [*ctx.saved_tensors, *gradients], True)
-        out = {i + 1: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
+        if ctx.second:
+            raise NotImplementedError(f"{call.name}: its kernels have no second derivative")
+        of = _Function.apply if torch.is_grad_enabled() else _run  # with create_graph=True
+        made = of(call, True, *ctx.saved_tensors, *gradients)
+        out = {i + 2: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
         return tuple(map(out.get, range(len(ctx.needs_input_grad))))
 
 
 class Op:
-    """One of our ops for tensors."""
+    """One of our ops for tensors; with `autocast` those of floats take autocast's dtype."""
+
+    __module__ = "pallas_kernels.torch"  # where `__reduce__` finds it
 
     def __init__(self, name: str, autocast: bool = False):
-        """autocast: whether floating point tensors take autocast's dtype."""
         self.__name__ = self.__qualname__ = name
         self.autocast = autocast
         _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
@@ -213,6 +226,9 @@ class Op:
         """The op for JAX's arrays, which has the signature."""
         return getattr(pallas_kernels, self.__name__)
 
+    def __reduce__(self) -> str:
+        return self.__name__  # a copy is the op itself, which torch.compile knows
+
     def __call__(self, *args, **kwargs) -> Any:
         name, arrays = self.__name__, []
         keep = lambda x: arrays.append(x) or ... if isinstance(x, torch.Tensor) else x
@@ -225,11 +241,15 @@ class Op:
         grad = torch.is_grad_enabled()
         wrt = tuple([i for i, x in enumerate(arrays) if grad and x.requires_grad])
         what = (name, template, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
-        found = _known.get(what)
+        try:
+            found = _known.get(what)
+        except TypeError:
+            found = _known.get(what := _each(_static, what))
         if found is None:
-            found = _known[what] = Call(name, template, wrt, arrays)
-        out, entry = _Function.apply(found, *arrays) if wrt else _run(found, arrays), found.entry
-        return out[0] if entry.out is ... else _filled(entry.out, out)
+            found = _known[what] = Call(name, what[1], wrt, arrays)
+        forward_mode = forward_ad._current_level >= 0  # which PyTorch refuses for a _Function
+        out = (_Function.apply if wrt or forward_mode else _run)(found, False, *arrays)
+        return out[0] if found.entry.out is ... else _filled(found.entry.out, out)
 
 
 class _Dynamo:
@@ -241,18 +261,15 @@ class _Dynamo:
     ops: list[Op] = []
 
     def find_spec(self, name, *_):
-        if name != "torch._dynamo":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            spec: Any = importlib.util.find_spec(name)
+            self.execute, spec.loader.exec_module = spec.loader.exec_module, self.exec_module
+            return spec
 
-        def exec_module(module):
-            execute(module)
-            torch.compiler.allow_in_graph(self.ops)
-
-        spec.loader.exec_module = exec_module
-        return spec
+    def exec_module(self, module):
+        self.execute(module)
+        torch.compiler.allow_in_graph(self.ops)
 
 
 sys.meta_path.insert(0, _Dynamo())

@@ -104,15 +104,14 @@ def plan(program: Program) -> Plan:
             size += -(-space // 256) * 256
     units = []
     for n, x in enumerate(done):
-        dead = [
-            number[i] for i in tensors.difference(results).intersection(used[n]) if last[i] == n
-        ]
+        here = tensors.difference(results).intersection(used[n])
+        dead = tuple(number[i] for i in here if last[i] == n)
         slots, reads = tuple(number[root] for root in used[n]), ()
         if operators[n]:
             slots = tuple(number[i] for i in x.outs)
             reads = tuple((number[owner(i)], arrays[i].shape) for i in x.ins)
         what = x if operators[n] else x.params
-        units.append(Unit(what, slots, reads, tuple(dead)))
+        units.append(Unit(what, slots, reads, dead))
     kinds = {root: arrays[root] for root in number} | dict(zip(results, shapes, strict=True))
     made = tuple(number[root] for root in tensors - returned)
     constants = tuple(program.constants[root] for root in given[len(program.inputs) :])

@@ -88,6 +88,6 @@ class Entry(NamedTuple):
 
     out: Any  # what the op returns, with `...` for each array
     count: int  # of these arrays
-    saved: tuple[tuple[str, int], ...]  # for the backward pass: inputs and outputs
+    saved: tuple[int, ...]  # for the backward pass: places among inputs and outputs
     gradients: tuple[int, ...]  # places among the results of the backward pass
     passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass

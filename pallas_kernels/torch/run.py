@@ -22,14 +22,10 @@ _bound = threading.local()  # devices: those whose CUDA context this thread has
 _said: set[str] = set()  # the ops of whose copies the user knows
 
 
-def dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 def tensor(x, device) -> torch.Tensor:
     x = np.asarray(x)
     plain = x.astype(np.float32) if x.dtype.kind in "fV" else x.copy()
-    return torch.from_numpy(plain).to(device, dtype(x.dtype.name))
+    return torch.from_numpy(plain).to(device, getattr(torch, x.dtype.name))
 
 
 def _dot_general(x, y, *, out, sums, batch=((), ())):
@@ -65,7 +61,7 @@ def _scatter(x, indices, updates, **_):
     return torch.cat([x, x[:1]]).index_copy_(0, index, updates.reshape(-1))[:-1]
 
 
-_OPERATORS = {  # for primitives that are no glue
+_OPERATORS = {  # for primitives that are no glue: one result, or a list of them
     "dot_general": _dot_general, "sort": _sort, "scatter": _scatter,
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
     "reduce_sum": lambda x, *, axes, **_: torch.sum(x, axes, dtype=x.dtype),
@@ -73,19 +69,14 @@ _OPERATORS = {  # for primitives that are no glue
     "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
-    "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
     # Of types that glue lacks, such as float8_e4m3fn.
     "convert_element_type": lambda x, *, out, **_: x.to(out),
     "bitcast_convert_type": lambda x, *, out, **_: x.view(out),
-    "cumsum": lambda x, *, axis, **_: torch.cumsum(x, axis, dtype=x.dtype),
+    "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
+    "cumsum": lambda x, *, axis, reverse, **_: (
+        x.flip(turn := (axis,) * reverse).cumsum(axis, dtype=x.dtype).flip(turn)
+    ),
 }  # fmt: skip
-
-
-def operator(step: Step, out: torch.dtype) -> Callable:
-    """A step as a function of tensors: one result, or a list of them."""
-    if step.primitive not in _OPERATORS:
-        raise NotImplementedError(f"{step.primitive} has no form in PyTorch")
-    return functools.partial(_OPERATORS[step.primitive], out=out, **step.params)
 
 
 def _bind(device: int) -> None:
@@ -109,13 +100,15 @@ class Runner:
         """
         self.name, self.plan, self.device = name, plan, device
         zeros = () if own is None else plan.outputs[own:]
-        of = [(slot, plan.arrays[slot]) for slot in plan.made]
-        made = lambda slot: torch.zeros if slot in zeros else torch.empty
-        self.made = [(made(slot), slot, x.shape, dtype(x.dtype)) for slot, x in of]
+        make = lambda slot: torch.zeros if slot in zeros else torch.empty
+        of = ((slot, plan.arrays[slot]) for slot in plan.made)
+        self.made = [(make(slot), slot, x.shape, getattr(torch, x.dtype)) for slot, x in of]
         self.units: list[tuple] | None = None
 
     def _prepare(self) -> list[tuple]:
         """Makes the constants, and what __call__ needs of each unit."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self.name}: call it once before the capture of a CUDA graph")
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
         with ThreadPoolExecutor(1) as thread:
@@ -128,7 +121,10 @@ class Runner:
     def _unit(self, unit: Unit) -> tuple:
         what, slots = unit.what, unit.slots
         if isinstance(what, Step):
-            return operator(what, dtype(self.plan.arrays[slots[0]].dtype)), None, unit
+            if what.primitive not in _OPERATORS:
+                raise NotImplementedError(f"{what.primitive} has no form in PyTorch")
+            out = getattr(torch, self.plan.arrays[slots[0]].dtype)
+            return functools.partial(_OPERATORS[what.primitive], out=out, **what.params), None, unit
         start: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*slots, slots[0])  # and room for one more
         return start(what, self.device.index), addresses, unit
@@ -152,9 +148,8 @@ class Runner:
                 x = held[i] = _copy(self.name, x)
                 place = x.data_ptr()
             at.append(place)
-        rest = [None] * (len(plan.arrays) - len(held))
-        held += rest
-        at += rest
+        for each in (held, at):
+            each += [None] * (len(plan.arrays) - len(each))
         if plan.size:
             shared = torch.empty(plan.size, dtype=torch.uint8, device=device)
             base = shared.data_ptr()

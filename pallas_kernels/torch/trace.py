@@ -161,24 +161,17 @@ def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[i
 
     jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
     leaves, tree = jax.tree.flatten(out)
-    program = build(jaxpr)
-    what = tree.unflatten([...] * len(leaves)), len(leaves), _split(program, len(leaves))
+    program, n = build(jaxpr), len(leaves)
+    # Residuals that are inputs, or outputs already, are no further outputs.
+    roots, residuals, program.outputs = program.roots, program.outputs[n:], program.outputs[:n]
+    known = [roots[i] for i in (*program.inputs, *program.outputs)]
+    for number in residuals:
+        if roots[number] not in known:
+            program.outputs.append(number)
+            known.append(roots[number])
+    what = tree.unflatten([...] * n), n, tuple(known.index(roots[number]) for number in residuals)
     if not wrt:
         return Entry(*what, (), (program,))
     back = build(jax.make_jaxpr(lambda vjp, *given: vjp(tree.unflatten(given)))(vjp, *leaves))
     every, back.outputs = back.outputs, list(dict.fromkeys(back.outputs))
     return Entry(*what, tuple(map(back.outputs.index, every)), (program, back))
-
-
-def _split(program: Program, n: int) -> tuple[tuple[str, int], ...]:
-    """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
-    roots, residuals, saved = program.roots, program.outputs[n:], []
-    program.outputs = program.outputs[:n]
-    for number in residuals:
-        if roots[number] in program.inputs:
-            saved.append(("in", roots[number]))
-            continue
-        if roots[number] not in [roots[i] for i in program.outputs]:
-            program.outputs.append(number)
-        saved.append(("out", [roots[i] for i in program.outputs].index(roots[number])))
-    return tuple(saved)

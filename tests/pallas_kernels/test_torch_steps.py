@@ -76,6 +76,8 @@ def test_products_of_batches_and_over_axes():
         batch=numbers[1],
     )  # fmt: skip
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    back = run._OPERATORS["cumsum"](torch.from_numpy(x), axis=1, reverse=True)
+    np.testing.assert_allclose(back, jax.lax.cumsum(x, 1, reverse=True), rtol=1e-5)
     product = run._OPERATORS["reduce_prod"](torch.from_numpy(x), axes=(1, 3))
     np.testing.assert_allclose(product, x.prod((1, 3)), rtol=1e-5)
 
