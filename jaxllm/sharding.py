@@ -232,6 +232,13 @@ def own_tokens(x: jax.Array) -> jax.Array:
     return x
 
 
+def put(x, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Places an array that every process has."""
+    if isinstance(x, jax.Array) and jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
 def constrain(x: jax.Array, *axes) -> jax.Array:
     """Constrains the sharding of an activation; does nothing on one device."""
     if one_device():

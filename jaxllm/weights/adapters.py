@@ -23,10 +23,12 @@ from jaxllm.config import Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
+from jaxllm.sharding import put
 from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import (
     HuggingFaceWeights,
     check_finite,
+    on_device,
     open_safetensors,
     read_ahead,
     write_safetensors,
@@ -168,10 +170,12 @@ def load_base(
     packing, sums = packing_of(base, config), {}
     shapes = frozen(params, config, packing)
     at = named_params(frozen_shardings(shapes, mesh))
-    read = read_ahead if isinstance(base, HuggingFaceWeights) else map
-    arrays = read(lambda name: (name, base.param(name)), at)
+    if isinstance(base, HuggingFaceWeights):
+        arrays = read_ahead(lambda name: (name, base.param(name, on_device(name))), at)
+    else:
+        arrays = map(lambda name: (name, base.param(name)), at)
 
-    def put(name: str, variable: nnx.Variable):
+    def load_one(name: str, variable: nnx.Variable):
         sharding = at[name].get_value()
         if isinstance(base, PackedWeights):
             return base.load_one(name, jax.tree.leaves(sharding)[0])
@@ -183,10 +187,9 @@ def load_base(
         x = x if merge is None else merge(name, x)
         if own:
             return jax.device_put(own.pack(x), sharding)
-        x = np.asarray(x, variable.get_value().dtype)
-        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+        return put(x.astype(variable.get_value().dtype), sharding)
 
-    found = map_params(shapes, put)
+    found = map_params(shapes, load_one)
     return found, base.source if isinstance(base, PackedWeights) else joint_checksum(sums)
 
 

@@ -34,13 +34,14 @@ class Place(NamedTuple):
         known = sizes(config)
         return tuple(known[letter] for letter in self.dims.split())
 
-    def to_ours(self, config: ModelConfig, x: np.ndarray) -> dict[str, np.ndarray]:
-        """{our dotted path: view or copy} of a Hugging Face tensor."""
+    def to_ours(self, config: ModelConfig, x) -> dict[str, Any]:
+        """{our dotted path: view or copy} of a Hugging Face tensor, in NumPy or JAX."""
         if self.form in ("rows", "columns"):
             x = np.pad(x, ((0, config.padded_vocab_size - x.shape[0]), (0, 0)))
         if self.form in ("transposed", "columns"):
             x = x.T
-        return dict(zip(self.ours, np.split(x, len(self.ours), axis=-1), strict=True))
+        width = x.shape[-1] // len(self.ours)
+        return {ours: x[..., i * width : (i + 1) * width] for i, ours in enumerate(self.ours)}
 
     def to_theirs(self, config: ModelConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """The Hugging Face tensor of our arrays, the inverse of `to_ours`."""

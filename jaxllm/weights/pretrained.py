@@ -17,10 +17,11 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
+from jaxllm.sharding import put
 from jaxllm.weights import adapters
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
-from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in, read_ahead
+from jaxllm.weights.huggingface import HuggingFaceWeights, on_device, pickle_in, read_ahead
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import Place, map_params, named_params, places
 
@@ -236,17 +237,13 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
     elif isinstance(weights, AdapterWeights):  # merged
-        arrays = {
-            name: jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, weights.param(name).__getitem__
-            )
-            for name, leaf in leaves.items()
-        }
+        arrays = {name: put(weights.param(name), leaf.sharding) for name, leaf in leaves.items()}
         weights.verify()
     else:
+        read = lambda place: weights.read(place, on_device(place.ours[0]))
         arrays = {
-            name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)
-            for tensors in read_ahead(weights.read, places(weights.config))
+            name: put(x, leaves[name].sharding)
+            for tensors in read_ahead(read, places(weights.config))
             for name, x in tensors.items()
         }
     return map_params(abstract, lambda name, _: arrays[name])

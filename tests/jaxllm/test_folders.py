@@ -316,6 +316,18 @@ def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3_tied", "xlstm"])
+def test_a_device_converts_to_the_same_bits(name, dtype, tmp_path):
+    tensors = {k: x.astype(dtype) for k, x in weights_of(name).items()}
+    weights = open_weights(folder_of(tmp_path / "model", name, tensors))
+    for place in places(weights.config):
+        there = weights.read(place, on_device=True)
+        for ours, x in weights.read(place).items():
+            assert there[ours].dtype == x.dtype == np.float32
+            np.testing.assert_array_equal(np.asarray(there[ours]), x)
+
+
 def test_tensors_are_read_ahead_in_order_and_only_a_few():
     lock, reading, most = threading.Lock(), set(), 0
 
