@@ -198,11 +198,12 @@ def _note(text: str) -> None:
 
 
 def on_device(name: str) -> bool:
-    """Whether a parameter is converted on the device, where there is one process.
+    """Whether a parameter is converted on the device: of blocks, on a GPU, in the only process.
 
-    Blocks' are; the embedding and the head of an 8B would take more than its packed blocks.
+    The embedding and the head of an 8B would take more memory there than its packed blocks.
     """
-    return name.startswith("blocks.") and jax.process_count() == 1
+    alone = jax.process_count() == 1 and jax.default_backend() == "gpu"
+    return alone and name.startswith("blocks.")
 
 
 def check_finite(x, name: str) -> None:

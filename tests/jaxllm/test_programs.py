@@ -80,24 +80,23 @@ def test_a_kept_step_repeats_the_bits_and_the_decisions(place):
     jax.tree.map(np.testing.assert_array_equal, steps(trainer, again), whole)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "vlstm"])
-def test_matmuls_are_timed_in_a_step_of_few_blocks(family, place, tmp_path):
+def test_matmuls_are_timed_in_a_step_of_few_blocks(place, tmp_path):
     traced = []
 
     def trace(trainer):
         traced.append(trainer.config.model.n_layers)
         return launch.trace_step(trainer)
 
-    trainer = make(tiny_models.tiny(family).model_copy(update={"n_layers": 5}))
+    trainer = make(tiny_models.tiny("gpt2").model_copy(update={"n_layers": 4}))
     programs.find_or_compile(trainer, trace, tmp_path / "timings.txt")
-    assert traced == [5, programs.BLOCKS]
+    assert traced == [4, programs.BLOCKS]
     decided = dispatch.decisions(every=True)
     place.unlink()
     jax.clear_caches()
     dispatch.reset()
     find(trace, trainer)
     assert dispatch.decisions(every=True) == decided
-    assert traced == [5, programs.BLOCKS, 5]
+    assert traced == [4, programs.BLOCKS, 4]
 
 
 def test_a_verified_step_is_kept(place):
