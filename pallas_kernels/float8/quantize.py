@@ -88,7 +88,7 @@ def known_norm(row_norm):
         return None
     if jnp.shape(row_norm):
         raise ValueError(f"row_norm has shape {jnp.shape(row_norm)}, but must be one number")
-    if not isinstance(row_norm, jax.core.Tracer) and row_norm < 0:
+    if not isinstance(row_norm, jax.core.Tracer) and float(row_norm) < 0:
         raise ValueError(f"row_norm={row_norm} is negative")
     return lax.stop_gradient(jnp.float32(row_norm))
 

@@ -83,5 +83,5 @@ def test_cross_entropy_refuses_what_does_not_fit():
         cross_entropy(logits, jnp.zeros(2), implementation="mosaic")
     with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 8\]"):
         cross_entropy(logits, jnp.zeros(2, jnp.int32), vocab_size=9)
-    with pytest.raises(NotImplementedError, match="logits is int32"):
+    with pytest.raises(ValueError, match="logits is int32: cast it"):
         cross_entropy(jnp.ones((2, 8), jnp.int32), jnp.zeros(2, jnp.int32), implementation="mosaic")

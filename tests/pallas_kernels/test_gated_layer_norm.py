@@ -77,7 +77,7 @@ def test_refusals_and_errors_name_the_reason():
         gated_layer_norm(x, gate.astype(bf16), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="C=1088 is more than 1024"):
         gated_layer_norm(*[jnp.ones((2, 1088))] * 2, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
+    with pytest.raises(ValueError, match="weight is int32: cast it to bfloat16"):
         gated_layer_norm(x, gate, weight.astype(jnp.int32), implementation="mosaic")
 
 

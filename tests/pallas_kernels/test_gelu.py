@@ -35,7 +35,7 @@ def test_the_slope_is_0_or_1_where_x_cubed_overflows():
 
 
 def test_gelu_refuses_integers_with_the_reason():
-    with pytest.raises(NotImplementedError, match="x is int32, not float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match="x is int32: cast it to bfloat16, float16 or float32"):
         gelu(jnp.ones(3, jnp.int32), implementation="mosaic")
 
 

@@ -326,5 +326,5 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight[0], labels)
     with pytest.raises(NotImplementedError, match="softcap=101.0 is more than 100"):
         linear_cross_entropy(x, weight, labels, softcap=101.0, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="x is int32"):
+    with pytest.raises(ValueError, match="x is int32: cast it"):
         linear_cross_entropy(x.astype(jnp.int32), weight, labels, implementation="mosaic")
