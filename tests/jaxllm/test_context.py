@@ -48,6 +48,7 @@ def logged(out_dir):
     return values, [r["sample"] for r in rows if "sample" in r]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_environment")
 def test_two_processes_share_sequences_sample_save_and_resume_on_other_devices(tiny, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"

@@ -186,6 +186,7 @@ def test_a_killed_run_on_conversations_continues_bit_for_bit(tiny, straight, tmp
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_same_steps(tiny, straight, tmp_path):
     """Each reads its own rows, whose numbers of tokens with loss differ."""
     words = "--processes 2 --train.steps 12".split()

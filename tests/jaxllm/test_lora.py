@@ -119,6 +119,7 @@ def test_dropout_keeps_the_mean():
     np.testing.assert_allclose(kept, adapter.a[...].sum(0), atol=0.05)
 
 
+@pytest.mark.slow
 def test_two_devices_compute_what_one_does():
     found = devices_run("lora_devices.py", 2)
     for name, result in found.items():

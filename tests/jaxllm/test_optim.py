@@ -123,6 +123,7 @@ def devices():
     return devices_run("muon_devices.py", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp, tensor", "split"])
 def test_muon_on_several_devices_is_that_of_one(devices, mesh):
     found = devices[mesh]

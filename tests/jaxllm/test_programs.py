@@ -110,6 +110,7 @@ def test_a_verified_step_is_kept(place):
     assert state.step == 1
 
 
+@pytest.mark.slow
 def test_runs_on_a_mesh_repeat_the_bits_of_the_run_that_kept_their_steps():
     results = training_runs.devices_run("kept_steps.py", 4)
     assert results["kept"] == ["trace_step.step", "trace_verified_step.step"]
