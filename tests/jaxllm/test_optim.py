@@ -133,5 +133,6 @@ def test_muon_on_several_devices_is_that_of_one(devices, mesh):
     assert max(found["errors"].values()) < 0.05
 
 
+@pytest.mark.slow
 def test_muon_resumes_bit_for_bit(devices):
     assert devices["resumed"] == {"one": True, "fsdp": True}

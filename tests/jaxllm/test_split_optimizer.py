@@ -7,6 +7,7 @@ import pytest
 from training_runs import devices_run
 
 CASES = [("llama3", "split, tensor", 1), ("llama3", "split", 2)]
+pytestmark = pytest.mark.slow
 cases = pytest.mark.parametrize(("model", "mesh", "accum"), CASES)
 
 
