@@ -7,10 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,18 +17,12 @@ from training_runs import REPO, STEPS, command, devices, error_of, final_state, 
 
 import train
 from jaxllm import config as configs
-from jaxllm.data import open_dataset
 from jaxllm.infer import generate
-from jaxllm.sharding import make_mesh, normal
 from jaxllm.text import Tokenizer
-from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
-from jaxllm.train.process import StopSignals, lock_directory, set_xla_flags
-from jaxllm.train.profiling import StepClock, StepTrace
+from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run
-from jaxllm.train.step import Trainer
-from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
 
@@ -115,93 +106,6 @@ def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
     assert lines[at + 1].startswith("compiled in ")
 
 
-def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
-    decide = lambda op, runs, why: dispatch.Decision(op, runs, "unsupported", why)
-    for decisions, ending in (
-        ([decide("a", "xla", "asked for")], "as model.kernels=xla requires"),
-        ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
-        ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
-        ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
-        ([decide("a", "hopper", "supported")], "op by op"),
-    ):
-        monkeypatch.setattr(dispatch, "decisions", lambda decisions=decisions: decisions)
-        monkeypatch.setattr(dispatch, "explain", lambda: "op by op")
-        assert launch.kernel_summary().endswith(ending)
-
-
-def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    more = f"--checkpoint {tmp_path}/a --prompt 'it'\"'\"'s'"
-    for program, uv, on_path, wanted in (
-        ("/x/bin/jaxllm", False, True, "jaxllm generate"),
-        ("/x/bin/jaxllm", True, True, "uv run jaxllm generate"),
-        ("train.py", True, False, "uv run python -m jaxllm generate"),
-        ("train.py", False, True, "python -m jaxllm generate"),
-        ("train.py", False, False, f"{sys.executable} -m jaxllm generate"),
-    ):
-        monkeypatch.setattr(sys, "argv", [program])
-        monkeypatch.setattr(shutil, "which", lambda _, on=on_path: sys.executable if on else None)
-        monkeypatch.delenv("UV", raising=False)
-        if uv:
-            monkeypatch.setenv("UV", "/usr/bin/uv")
-        assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
-    assert summary.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
-
-
-def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypatch):
-    now, steps = [0.0], []
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = StepClock(lambda *step: steps.append(step), "")
-    for step in (1, 2, 3):
-        now[0] += 1
-        clock.started(step, {"loss": step})
-        assert [s[0] for s in steps] == list(range(1, step))
-    with clock.stopped():
-        assert steps == [(1, {"loss": 1.0}, 2.0), (2, {"loss": 2.0}, 1.0), (3, {"loss": 3.0}, 0.0)]
-        now[0] += 100
-    now[0] += 1
-    clock.started(4, {"loss": 4})
-    now[0] += 1
-    with clock.stopped():
-        assert steps[3:] == [(4, {"loss": 4.0}, 2.0)]
-
-
-def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
-
-    def take(start, steps, signal_after=None):
-        trace, ended = StepTrace(range(4, 8), tmp_path), []
-        for step in range(start + 1, steps + 1):
-            if trace.begins(step):
-                trace.start(step)
-            if trace.ends(step, step == signal_after):
-                ended.append(step)
-                # There is no file, as on a full disk.
-                assert "could not be written" in trace.stop(step)
-            if step == signal_after:
-                break
-        trace.close()
-        assert calls in ([], ["start", "stop"]), calls
-        calls.clear()
-        return ended
-
-    assert (take(0, 9), take(5, 9), take(7, 9)) == ([7], [7], [])  # resumed in it, and after it
-    assert (take(0, 9, signal_after=5), take(0, 5)) == ([5], [])  # an error ends the second
-
-
-def test_settings_for_other_programs_do_not_reach_a_run(same_environment):
-    """With 64 bits the parameters would be float64; optax promotes integers to floats."""
-    before = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict"}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    set_xla_flags(deterministic=True)
-    draw = lambda: normal(jax.random.key(0), (2,), 0.02, ())
-    assert jax.eval_shape(draw).dtype == np.float32
-    assert (jax.numpy.int32(2) * jax.numpy.float32(0.5)).dtype == np.float32
-
-
 def test_every_program_is_compiled_once(straight):
     lines = straight[1].stderr.splitlines()
     for program in ("_train_step", "_loss_sum", "first", "further"):
@@ -260,41 +164,6 @@ def test_a_damaged_file_of_metrics_is_noticed(damage, lost, straight, tmp_path, 
     assert steps[-1] == 61
 
 
-@pytest.fixture
-def interrupts():
-    """SIGINT raises KeyboardInterrupt, also where a shell started pytest in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_two_signals_at_once_are_one_and_a_later_one_stops_at_once(interrupts, capfd):
-    with StopSignals() as stop:
-        for _ in range(2):  # uv and `timeout`
-            signal.raise_signal(signal.SIGINT)
-        assert stop.after(3) == signal.SIGINT
-        stop.at -= 2
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert "SIGINT again: stopped without saving" in capfd.readouterr().err
-
-
-def test_a_second_signal_stops_a_process_that_ignored_it():
-    """As a shell makes the processes ignore SIGINT that it starts in the background."""
-    code = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-from jaxllm.train.process import StopSignals
-with StopSignals() as stop:
-    signal.raise_signal(signal.SIGINT)
-    stop.at -= 2
-    signal.raise_signal(signal.SIGINT)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert ended.returncode == -signal.SIGINT
-    assert b"SIGINT again: stopped without saving" in ended.stderr
-
-
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
     more = ["--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", "0"]
     more += ["--train.checkpoint_every", "1", "--train.max_skips", "3"]
@@ -320,16 +189,6 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
         "5 updates in a row were skipped (train.max_skips), up to step 12 on samples 88 to 95;"
         " its loss is a spike; raise train.skip_spikes=6.0"
     )
-
-
-@pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
-def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
-    config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
-    data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
-    lines = []
-    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
-    note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
-    assert (note in "\n".join(lines)) == noted
 
 
 class TestFinishedRun:

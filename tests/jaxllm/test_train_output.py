@@ -1,0 +1,57 @@
+"""What a run prints beside its metrics: the kernels, the data's vocabulary, the next command."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxllm import config as configs
+from jaxllm.data import open_dataset
+from jaxllm.sharding import make_mesh
+from jaxllm.train import launch, summary
+from jaxllm.train.step import Trainer
+from pallas_kernels import dispatch
+
+
+def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
+    decide = lambda op, runs, why: dispatch.Decision(op, runs, "unsupported", why)
+    for decisions, ending in (
+        ([decide("a", "xla", "asked for")], "as model.kernels=xla requires"),
+        ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
+        ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
+        ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
+        ([decide("a", "hopper", "supported")], "op by op"),
+    ):
+        monkeypatch.setattr(dispatch, "decisions", lambda decisions=decisions: decisions)
+        monkeypatch.setattr(dispatch, "explain", lambda: "op by op")
+        assert launch.kernel_summary().endswith(ending)
+
+
+def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    more = f"--checkpoint {tmp_path}/a --prompt 'it'\"'\"'s'"
+    for program, uv, on_path, wanted in (
+        ("/x/bin/jaxllm", False, True, "jaxllm generate"),
+        ("/x/bin/jaxllm", True, True, "uv run jaxllm generate"),
+        ("train.py", True, False, "uv run python -m jaxllm generate"),
+        ("train.py", False, True, "python -m jaxllm generate"),
+        ("train.py", False, False, f"{sys.executable} -m jaxllm generate"),
+    ):
+        monkeypatch.setattr(sys, "argv", [program])
+        monkeypatch.setattr(shutil, "which", lambda _, on=on_path: sys.executable if on else None)
+        monkeypatch.delenv("UV", raising=False)
+        if uv:
+            monkeypatch.setenv("UV", "/usr/bin/uv")
+        assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
+    assert summary.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
+
+
+@pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
+def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
+    config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
+    data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
+    lines = []
+    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
+    note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
+    assert (note in "\n".join(lines)) == noted
