@@ -28,7 +28,7 @@ from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import (
     HuggingFaceWeights,
     check_finite,
-    on_device,
+    converts_there,
     open_safetensors,
     read_ahead,
     write_safetensors,
@@ -171,7 +171,7 @@ def load_base(
     shapes = frozen(params, config, packing)
     at = named_params(frozen_shardings(shapes, mesh))
     if isinstance(base, HuggingFaceWeights):
-        arrays = read_ahead(lambda name: (name, base.param(name, on_device(name))), at)
+        arrays = read_ahead(lambda name: (name, base.param(name, converts_there(name))), at)
     else:
         arrays = map(lambda name: (name, base.param(name)), at)
 

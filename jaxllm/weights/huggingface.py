@@ -197,7 +197,7 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def on_device(name: str) -> bool:
+def converts_there(name: str) -> bool:
     """Whether a parameter is converted on the device: of blocks, on a GPU, in the only process.
 
     The embedding and the head of an 8B would take more memory there than its packed blocks.

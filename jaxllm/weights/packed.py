@@ -109,10 +109,9 @@ def base_packing(config: ModelConfig) -> Packing | None:
     # pyrefly: ignore[missing-attribute]
     packing = Packing(*FORMATS[config.quantize], None, True)
     one = config.model_copy(update={"n_layers": 1})  # all blocks have the same shapes
-    groups = _groups(named_params(nnx.eval_shape(lambda: create(one))), packing)
-    if not groups:
-        layout(config, packing)  # says why
-    return packing._replace(group=groups[0])
+    for group in _groups(named_params(nnx.eval_shape(lambda: create(one))), packing):
+        return packing._replace(group=group)
+    layout(config, packing)  # says why
 
 
 def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
@@ -163,7 +162,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
             weight = _packed(own, param.shape)
         except ValueError as e:
             another = "another " + ("--head" if name == HEAD else "--quantize")
-            if groups := _groups(params, packing):
+            if groups := list(_groups(params, packing)):
                 *most, last = [str(group).lower() for group in groups]
                 another = f"--group {', '.join(most)}{' or ' if most else ''}{last}"
             raise InputError(f"{name}: {e}; choose {another}") from e
@@ -174,16 +173,14 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     return found
 
 
-def _groups(params: dict[str, nnx.Variable], packing: Packing) -> list[int | None]:
+def _groups(params: dict[str, nnx.Variable], packing: Packing) -> Iterator[int | None]:
     """The groups, largest first, in which every matrix can be packed."""
-    found = []
     for group in (128, 64, 32, None):
         with contextlib.suppress(ValueError):
             for name, param in params.items():
                 if own := packing._replace(group=group).of(name, param.shape):
                     _packed(own, param.shape)
-            found.append(group)
-    return found
+            yield group
 
 
 def write_packed(

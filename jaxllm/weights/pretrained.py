@@ -21,7 +21,7 @@ from jaxllm.sharding import put
 from jaxllm.weights import adapters
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
-from jaxllm.weights.huggingface import HuggingFaceWeights, on_device, pickle_in, read_ahead
+from jaxllm.weights.huggingface import HuggingFaceWeights, converts_there, pickle_in, read_ahead
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import Place, map_params, named_params, places
 
@@ -240,7 +240,7 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
         arrays = {name: put(weights.param(name), leaf.sharding) for name, leaf in leaves.items()}
         weights.verify()
     else:
-        read = lambda place: weights.read(place, on_device(place.ours[0]))
+        read = lambda place: weights.read(place, converts_there(place.ours[0]))
         arrays = {
             name: put(x, leaves[name].sharding)
             for tensors in read_ahead(read, places(weights.config))
