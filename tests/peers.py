@@ -28,6 +28,7 @@ from pallas_kernels.bench.report import text
 
 CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
 OURS = ("pallas_kernels.torch", 0)
+EVERY = ("pallas_kernels.torch, every op", 0)
 
 
 def events_ms(f) -> float:
@@ -317,7 +318,7 @@ def train(
 
     Each loss is read a step late, as in train.py.
 
-    `cell` is a vLSTM's, one of CELLS or OURS.  `fp8` is a recipe of torchao for the linear layers
+    `cell` is a vLSTM's, one of CELLS, OURS or EVERY.  `fp8` is a recipe of torchao for the linear layers
     of the blocks, such as "tensorwise".
     """
     import torch
@@ -333,7 +334,8 @@ def train(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if cell:
-        model = torch_vlstm(config.model, None if cell == OURS else mlstm_cell(*cell))
+        theirs = mlstm_cell(*cell) if cell in CELLS else None
+        model = torch_vlstm(config.model, theirs, every_op=cell == EVERY)
     else:
         model = torch_model(config.model)
     model.to(device)
@@ -388,7 +390,7 @@ def main() -> int:
 
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
-            cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in (*CELLS, OURS)}
+            cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in (*CELLS, OURS, EVERY)}
         timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
         rows(*timing.attempt(timed, cells or {row: None}))
         return 0

@@ -70,19 +70,30 @@ def torch_model(model: Any):
     return Model()
 
 
-def torch_vlstm(model: Any, cell: Any):
+def torch_vlstm(model: Any, cell: Any, every_op=False):
     """The vLSTM in idiomatic PyTorch: (tokens, labels) -> mean loss.
 
     cell: (q, k, v, i, f) -> h, with heads before time, such as `mlstm_cell`'s; None for
         pallas_kernels.torch's op, which reads q, k and v where the matmul leaves them, and has the
         output gate and the norm of the heads in it.
+    every_op: norms with the residual, SwiGLU and the loss are pallas_kernels.torch's, too.
     """
-    if cell is None:
-        import pallas_kernels.torch as pk
+    import pallas_kernels.torch as pk
+
     c, h = model.d_model, model.n_heads
     linear = functools.partial(nn.Linear, bias=False)
-    norm = lambda: nn.RMSNorm(c, eps=model.norm_eps)
     soft_cap = lambda z, cap: cap * torch.tanh(z / cap)
+    swiglu = pk.swiglu if every_op else lambda gate, up: F.silu(gate) * up
+
+    class Norm(nn.RMSNorm):
+        def forward(self, branch, x):
+            """(norm of the stream, stream) after the branch is added to the stream x."""
+            if every_op and x is not None:
+                return pk.rms_norm(branch, self.weight, residual=x, eps=model.norm_eps)
+            x = branch if x is None else x + branch
+            return super().forward(x), x
+
+    norm = lambda: Norm(c, eps=model.norm_eps)
 
     class Block(nn.Module):
         def __init__(self):
@@ -109,10 +120,10 @@ def torch_vlstm(model: Any, cell: Any):
             y = F.layer_norm(y, (c // h,), eps=model.norm_eps).flatten(2) * self.head_norm
             return self.out(o.sigmoid() * y)
 
-        def forward(self, x):
-            x = x + self.mix(self.norm_1(x))
-            y = self.norm_2(x)
-            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        def forward(self, branch, x):
+            y, x = self.norm_1(branch, x)
+            y, x = self.norm_2(self.mix(y), x)
+            return self.down(swiglu(self.gate(y), self.up(y))), x
 
     class Model(nn.Module):
         def __init__(self):
@@ -125,10 +136,14 @@ def torch_vlstm(model: Any, cell: Any):
                     nn.init.normal_(p, std=0.02)
 
         def forward(self, tokens, labels):
-            x = self.wte(tokens)
+            branch, x = self.wte(tokens), None
             for block in self.blocks:
-                x = block(x)
-            logits = soft_cap(self.head(self.norm(x)).float(), model.logit_soft_cap)
+                branch, x = block(branch, x)
+            y = self.norm(branch, x)[0]
+            if every_op:
+                cap = {"softcap": model.logit_soft_cap}
+                return pk.linear_cross_entropy(y, self.head.weight, labels, **cap)
+            logits = soft_cap(self.head(y).float(), model.logit_soft_cap)
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     return Model()
