@@ -29,6 +29,7 @@ from pallas_kernels.bench.report import text
 CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
 OURS = ("pallas_kernels.torch", 0)
 EVERY = ("pallas_kernels.torch, every op", 0)
+ROWS = (*CELLS, OURS, EVERY)
 
 
 def events_ms(f) -> float:
@@ -318,8 +319,8 @@ def train(
 
     Each loss is read a step late, as in train.py.
 
-    `cell` is a vLSTM's, one of CELLS, OURS or EVERY.  `fp8` is a recipe of torchao for the linear layers
-    of the blocks, such as "tensorwise".
+    `cell` is a vLSTM's, one of ROWS.  `fp8` is a recipe of torchao for the linear layers of the
+    blocks, such as "tensorwise".
     """
     import torch
     from torch_models import mlstm_cell, torch_model, torch_vlstm
@@ -390,7 +391,7 @@ def main() -> int:
 
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
-            cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in (*CELLS, OURS, EVERY)}
+            cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in ROWS}
         timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
         rows(*timing.attempt(timed, cells or {row: None}))
         return 0

@@ -87,7 +87,7 @@ def _model(self, *args, **kwargs):
     if other or "labels" not in given or not given.get("return_dict", self.config.return_dict):
         return type(self).forward(self, *args, **kwargs)
     # Position t predicts token t + 1; the last one predicts nothing.
-    labels = torch.nn.functional.pad(given.pop("labels").int()[:, 1:], (0, 1), value=-100)
+    labels = torch.nn.functional.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
     items = given.pop("num_items_in_batch", None)
     outputs = self.model(*args, **given | {"return_dict": True})
     hidden, labels = outputs.last_hidden_state, labels.to(outputs.last_hidden_state.device)

@@ -51,6 +51,11 @@ def _static(x):
     return x
 
 
+def _32_bits(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch's usual int64 ids as int32; those that int32 lacks stay out of every range."""
+    return x.clamp(-(2**31), 2**31 - 1).int() if x.dtype is torch.int64 else x
+
+
 def _filled(template, arrays):
     """The template with arrays in place of `...`, in order."""
     left = iter(arrays)
@@ -81,12 +86,11 @@ class Call:
         kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
         if layout := {x.layout for x in arrays} - {torch.strided}:
             raise TypeError(f"{name}: a tensor of layout {layout.pop()}: pass one with strides")
-        if wide := {"int64", "uint64", "float64"}.intersection(kinds):
+        if wide := {"uint64", "float64"}.intersection(kinds):
             raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
         plain = lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
         template = _each(plain, template)
-        shapes = [tuple(map(int, x.shape)) for x in arrays]
-        self.kinds = list(zip(shapes, kinds, strict=True))
+        self.kinds = [(tuple(map(int, x.shape)), y) for x, y in zip(arrays, kinds, strict=True)]
         what = template, wrt, self.kinds, os.environ.get("JAXLLM_KERNELS"), _versions()
         self.key = f"{name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -116,8 +120,7 @@ class Call:
 
         def op(*given):
             args, named = _filled(template, given)
-            of = getattr(pallas_kernels, self.name)
-            return of(*args, **dict(named), implementation="mosaic")
+            return getattr(pallas_kernels, self.name)(*args, **dict(named), implementation="mosaic")
 
         structs = [jax.ShapeDtypeStruct(*kind) for kind in self.kinds]
         entry = trace(op, structs, self.wrt)
@@ -136,13 +139,11 @@ class Call:
     def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
         """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
         what = backward, traced, arrays[0].device
-        found = self.runners.get(what)
-        if found is None:
+        if what not in self.runners:
             _check(self.name, arrays)
             own = self.entry.count if traced and not backward else None
-            made = run.Runner(self.name, self.entry.passes[backward], arrays[0].device, own)
-            found = self.runners[what] = made
-        return found
+            self.runners[what] = run.Runner(self.name, self.entry.passes[backward], what[2], own)
+        return self.runners[what]
 
 
 def _check(name: str, arrays) -> None:
@@ -231,7 +232,7 @@ class Op:
 
     def __call__(self, *args, **kwargs) -> Any:
         name, arrays = self.__name__, []
-        keep = lambda x: arrays.append(x) or ... if isinstance(x, torch.Tensor) else x
+        keep = lambda x: arrays.append(_32_bits(x)) or ... if isinstance(x, torch.Tensor) else x
         template = _each(keep, (args, tuple(kwargs.items())))
         if not arrays:
             raise TypeError(f"{name}: no tensor among its arguments")

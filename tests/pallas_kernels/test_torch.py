@@ -389,9 +389,18 @@ def test_errors_are_one_line():
         pk.rms_norm(ragged, None)
 
 
-def test_64_bits_are_refused():
-    with pytest.raises(TypeError, match="encoder: int64 among the tensors' dtypes"):
-        pk.encoder(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(50, 128), torch.zeros(8, 128))
+def test_ids_of_int64_become_int32_and_other_64_bits_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pytest.raises(TypeError, match="encoder: float64 among the tensors' dtypes"):
+        pk.encoder(torch.zeros(1, 8).int(), torch.zeros(50, 128).double(), torch.zeros(8, 128))
+    ids = torch.tensor([-(2**40), -100, 7, 2**32 + 7])
+    assert ops._32_bits(ids).tolist() == [-(2**31), -100, 7, 2**31 - 1]
+    with FakeTensorMode():
+        of = lambda *shape, dtype=torch.bfloat16: torch.ones(*shape, dtype=dtype, device="cuda")
+        labels = of(16, dtype=torch.int64)
+        assert pk.linear_cross_entropy(of(16, 64), of(512, 64), labels).dtype == torch.float32
+        assert ops._32_bits(labels).dtype == torch.int32
 
 
 def test_a_copied_input_is_said_once(caplog):
