@@ -162,6 +162,9 @@ def _check(name: str, arrays) -> None:
 
 
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
+    if inductor := sys.modules.get("torch._inductor.lowering"):
+        # Otherwise it logs all that its first call depends on: 2^n lines after n norms with sums.
+        inductor.FALLBACK_ALLOW_LIST.add(f"pallas_kernels::{_calls[key].name}")
     made = _calls[key].entry.passes[backward]
     results = (made.arrays[i] for i in made.outputs)
     return [arrays[0].new_empty(x.shape, dtype=getattr(torch, x.dtype)) for x in results]
@@ -177,8 +180,7 @@ def _traced(arrays) -> bool:
 def _run(call: Call, backward: bool, *arrays):
     """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
     if _traced(arrays):
-        operator = getattr(torch.ops.pallas_kernels, call.name).default
-        return operator(list(arrays), call.key, backward)
+        return getattr(torch.ops.pallas_kernels, call.name)(list(arrays), call.key, backward)
     return call.runner(arrays, backward, False)(arrays)
 
 
@@ -214,7 +216,8 @@ class Op:
     def __init__(self, name: str, autocast: bool = False):
         self.__name__ = self.__qualname__ = name
         self.autocast = autocast
-        _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
+        signature = f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]"
+        _library.define(signature, tags=torch.Tag.needs_contiguous_strides)
         execute = lambda arrays, key, backward: _calls[key].runner(arrays, backward, True)(arrays)
         _library.impl(name, execute, "CompositeExplicitAutograd")
         torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)

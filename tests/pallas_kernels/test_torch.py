@@ -288,6 +288,22 @@ def test_torch_compile_takes_one_shape_after_another(interprets):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, in PyTorch's own code
+def test_inductor_takes_a_long_chain(interprets, monkeypatch):
+    """It logged the first call of an operator with all that the call depends on: 2^24 lines."""
+    monkeypatch.setattr(launch, "launcher", lambda *_: lambda *_: None)  # kernels do nothing
+    w = torch.ones(128)
+
+    @torch.compile(fullgraph=True)
+    def chain(y, x):
+        for _ in range(24):
+            y, x = pk.rms_norm(y, w, residual=x)
+        return pk.swiglu(y, x)
+
+    x = torch.randn(4, 128).bfloat16()
+    assert chain(x, x).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, in PyTorch's own code
 def test_other_derivatives_are_refused(interprets):
     """Without a word they were none: PyTorch takes the gradient for a constant."""
     x, w = torch.randn(4, 128, requires_grad=True), torch.ones(128)
