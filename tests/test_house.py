@@ -99,17 +99,17 @@ def test_imports_run_in_one_direction():
 # Lower a limit when its count falls; a change that must raise one says why.  Lines are rounded up
 # to the next hundred.
 MOST = {
-    "lines of pallas_kernels without bench, explain and torch": 13_000,
+    "lines of pallas_kernels without bench, explain and torch": 12_800,
     "lines of pallas_kernels/torch": 1_303,
     "lines of jaxllm": 14_400,
     "public names of pallas_kernels": 20,
-    "class names that pallas_kernels has twice": 6,
+    "class names that pallas_kernels has twice": 5,
     "files to follow rms_norm": 3,
-    "files to follow attention on Hopper": 8,
+    "files to follow attention on Hopper": 6,
     "files to follow a kernel of quantized_linear, at most": 4,
     "files of jaxllm that a training step runs": 9,
     "files of jaxllm that a generated token runs": 8,
-    "files of pallas_kernels that a generated token runs": 10,
+    "files of pallas_kernels that a generated token runs": 9,
 }
 
 

@@ -10,12 +10,12 @@ then already where a wgmma takes them, in registers.
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
-keys.py has the copies.  What a warpgroup computes in a step depends on the registers that it has
-for it: of 64 queries (`add_both`), at a head dimension of 64 of 128 queries (`add_halves`), and at
-256 only one of dK and dV, while another warpgroup sums the other (`add_dv`, `add_dk`).
+A step has 64 queries, or at a head dimension of 64 two halves of 64 (`add_both`).  At 256 a
+warpgroup has registers for one of dK and dV; another one sums the other (`add_dv`, `add_dk`).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import keys, masks, schedule
-from pallas_kernels.flash_attention.keys import KeysItem, Step
-from pallas_kernels.flash_attention.schedule import Call, Heads, Tiles, Worker
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention.schedule import Call, Item, Operand, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int) -> Tiles:
@@ -36,7 +36,184 @@ def tiles(head_dim: int, group: int) -> Tiles:
         return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 96:
         return Tiles(2, 64, 3, True, 16)
-    return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
+    if head_dim <= 128:
+        return Tiles(2, 64, 4, False, 32)
+    return Tiles(2, 64, 2, False, 32, ROWS)  # two warpgroups for the same 64 keys
+
+
+def in_halves(s: Schedule) -> bool:
+    """Whether a step has 128 queries, of which a warpgroup takes 64 at a time."""
+    return s.columns > ROWS
+
+
+def pairs_up(s: Schedule) -> bool:
+    """Whether two warpgroups work on the same 64 keys."""
+    return s.wgs > s.sets
+
+
+def ahead(s: Schedule) -> int:
+    """How many steps early tiles are loaded.
+
+    A slot to spare, where there is one, lets a warpgroup run a step ahead of the other.
+    """
+    return s.stages - (2 if in_halves(s) or s.stages > 3 else 1)
+
+
+def runs_on(s: Schedule) -> bool:
+    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
+
+    That takes 2.92 instead of 3.16 ms at T = 16384 and D = 128 (H200).  D = 96 lacks the slot, and
+    without a causal mask 4 bytes would spill.
+
+    A slot then stays taken for a step more.  In halves a step loads before it frees one, so its
+    ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
+    warpgroup.
+    """
+    return in_halves(s) or pairs_up(s) or (s.stages > 3 and s.visits.causal)
+
+
+def scratch(s: Schedule) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    own, stat = s.sides * s.sets, plgpu.SMEM((s.stages, s.columns), jnp.float32)
+    buffers = dict(
+        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
+        v=s.buffer(own, ROWS),
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
+        do=s.buffer(s.stages, s.columns),
+        minus_lse=stat,
+        minus_delta=stat,
+        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
+        v_bars=plgpu.Barrier(num_barriers=own),
+        q_full=ring(num_arrivals=2 + s.packed),
+        do_full=ring(num_arrivals=2),
+        free=ring(num_arrivals=s.wgs),  # one for Q and dO: a warpgroup leaves both at once
+        k_ids=s.ids(own, ROWS),
+        q_ids=s.ids(s.stages, s.columns),
+    )
+    if pairs_up(s):  # P^T, on its way from one warpgroup to the other
+        swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
+        buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
+        buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
+    if s.persistent:  # otherwise dV and dK leave through the buffers of K and V
+        buffers["dv"] = buffers["dk"] = s.buffer(s.sets, ROWS)
+    return buffers
+
+
+def operands(w: Worker) -> tuple[Operand, Operand]:
+    """Q and dO.  The last warpgroup loads Q and the first one dO; of a pair the last loads both."""
+    s, inputs, smem, last = w.schedule, w.inputs, w.smem, w.schedule.wgs - 1
+    ring = functools.partial(Ring, s.stages, free=smem.free)
+    q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
+    ids = (inputs.q_ids, smem.q_ids) if s.packed else None
+    lse, delta = (inputs.minus_lse, smem.minus_lse), (inputs.minus_delta, smem.minus_delta)
+    return (
+        Operand(q, inputs.q, 0, smem.q, 0, ahead(s), ids, lse),
+        Operand(do, inputs.do, 0, smem.do, 1, ahead(s), None, delta),
+    )
+
+
+class Step(NamedTuple):
+    """One step: a tile of queries of one head."""
+
+    n: Any  # counted over all items of the block
+    g: Any  # the head of the group
+    r: Any  # the tile of the head; past the last one come the next head's
+
+
+def step_of(i: Item, g, r) -> Step:
+    return Step(i.n0 + g * i.end + r, g, r)
+
+
+# Load: K and V of a warpgroup, and the tiles of Q and dO.
+
+
+def load_kv(w: Worker, item, side=0):
+    s, smem = w.schedule, w.smem
+    key0, (batch, kv_head) = s.where(item)
+    rows, at = pl.ds(key0 + schedule.set_of(w) * ROWS, ROWS), side * s.sets + schedule.set_of(w)
+    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
+    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
+    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
+    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
+    if s.packed:
+        ids = w.inputs.k_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
+
+
+def send(w: Worker, x: Operand, n, g, r, stream):
+    """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
+    s = w.schedule
+    if s.group > 1:  # no division, which would take longer than the copies
+        ends = [heads * stream.end for heads in range(1, ahead(s) + 1)]
+        over = sum((r >= end).astype(jnp.int32) for end in ends)
+        g, r = g + over, r - over * stream.end
+    at = pl.ds((stream.base + r) * s.columns, s.columns)
+    x.ring.claim(n)
+    x.send(n, stream.batch, stream.head + g, at)
+
+
+def load(w: Worker, step: Step, nth, stream):
+    """Loads the tiles of a step, the nth of its item.
+
+    It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
+    last head's.  Two warps load, one Q and one dO; only they wait until all warpgroups have left
+    the buffers.
+    """
+
+    def one(x):
+        past = nth - w.schedule.group * stream.end
+
+        def send_following():
+            coming = schedule.stream_of(w, stream.following)
+            in_it = past < w.schedule.group * coming.end
+            pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
+
+        pl.when(past < 0)(lambda: send(w, x, *step, stream))
+        if stream.following is not None:
+            pl.when((past >= 0) & (stream.following >= 0))(send_following)
+
+    def by_warp(warp):
+        for x in operands(w):
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(lambda x=x: one(x))
+
+    plgpu.warp_map(by_warp)
+
+
+def load_later(w: Worker, i: Item, g, r):
+    """Loads what must be on its way after step r of head g."""
+    # Without the barriers the compiler would compute indices ahead, and hold them in registers.
+    g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
+    nth = g * i.end + r + ahead(w.schedule)
+    load(w, Step(i.n0 + nth, g, r + ahead(w.schedule)), nth, i.stream)
+
+
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    pl.when(w.wg < w.schedule.sets)(lambda: load_kv(w, item))
+    stream = schedule.stream_of(w, item)
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream))
+
+
+# Hand buffers back.
+
+
+def release(w: Worker, n):
+    """This warpgroup has read the tiles of step n."""
+    plgpu.commit_smem()  # plain loads have read the statistics
+    operands(w)[0].ring.release(n)
+
+
+def pass_by(w: Worker, i: Item, g, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(r):
+        n, (q, do) = step_of(i, g, r).n, operands(w)
+        load_later(w, i, g, r)
+        q.ring.wait(n)
+        do.ring.wait(n)
+        q.ring.release(n)
 
 
 # Compute P and dS, and add to dV and dK.
@@ -60,132 +237,68 @@ def begin_scores(w: Worker, s_acc, slot):
         s_acc[...] = column(w.smem.minus_lse, slot)
 
 
-def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
-    s, visits = w.schedule, w.schedule.visits
+    s, ids = w.schedule, None
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked and s.packed:
-        ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
-        q_ids = mosaic.read(ids, COL)
-        x = masks.same_segment(x, k_ids, q_ids)
+        ids = k_ids, mosaic.read(w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)], COL)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
         tile = lax.optimization_barrier(i.stream.base + step.r)
-        q0 = tile * s.columns + half * ROWS + visits.offset
-        x = masks.visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+        x = masks.visible(x, s.visits, i.row, tile * s.columns + half * ROWS, ids)
     if s.softcap is not None:
         x = x + column(w.smem.minus_lse, slot, half)
     return jnp.exp2(x), slope
 
 
-def own(w: Worker, i: KeysItem, step: Step):
-    """The buffer of the warpgroup's keys and values.
+def all_heads(w: Worker, i: Item, add):
+    """add(step, slot, masked, begins) for the steps that the warpgroup sees, of all query heads."""
+    s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
 
-    The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
-    holds the descriptors of all its slices in registers.
-    """
-    return jnp.minimum(i.at, step.n + w.schedule.sides * keys.sets(w.schedule))
-
-
-def one_head(w: Worker, i: KeysItem, add, g):
-    """Walks over the steps of one query head that the warpgroup sees."""
-    s, visits, late = w.schedule, w.schedule.visits, keys.runs_on(w.schedule)
-
-    def one(r, masked, begins=False):
-        step = i.step(g, r)
-        slot = keys.queries_of(w)[0].ring.wait(step.n)
+    def one(g, r, masked, begins=False):
+        step = step_of(i, g, r)
+        slot = operands(w)[0].ring.wait(step.n)
         add(step, slot, masked, begins)
 
-    keys.pass_by(w, i, g, 0, i.first)
-    if late:
-        one(i.first, visits.causal or s.packed, begins=True)
-    crosses = s.diagonal_crosses_tiles if late else visits.causal
-    schedule.walk(s, i, i.first + late, one, crosses=crosses)
-    if late:
-        plgpu.wgmma_wait(0)
-        keys.release(w, i.step(g, i.last - 1).n)
-    if visits.window is not None:
-        keys.pass_by(w, i, g, i.last, i.stream.steps)
+    @pl.loop(0, s.group)
+    def _(g):
+        g = lax.optimization_barrier(g)
+        pass_by(w, i, g, 0, i.first)
+        if late:
+            one(g, i.first, s.masks_first, begins=True)
+        crosses = s.diagonal_crosses_tiles if late else visits.causal
+        schedule.walk(s, i, i.first + late, functools.partial(one, g), crosses=crosses)
+        if late:
+            plgpu.wgmma_wait(0)
+            release(w, step_of(i, g, i.last - 1).n)
+        if visits.window is not None:
+            pass_by(w, i, g, i.last, i.end)
 
 
-def all_heads(w: Worker, i: KeysItem, add):
-    """Calls add(step, slot, masked, begins) for the steps of all heads of the group."""
-    pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, add, lax.optimization_barrier(g)))
-
-
-def wait_for_k(w: Worker, i: KeysItem):
+def wait_for_k(w: Worker, i: Item):
     """Returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
-    if w.schedule.packed:
-        return mosaic.read(w.smem.k_ids.at[i.at], ROW)
-    return None
+    return mosaic.read(w.smem.k_ids.at[i.at], ROW) if w.schedule.packed else None
 
 
-def store(w: Worker, i: KeysItem, name: str, x):
+def store(w: Worker, i: Item, name: str, x):
     """Scales dk, and stores it or dv."""
-    s, smem, at = w.schedule, w.smem, keys.set_of(w)
+    s, smem, at = w.schedule, w.smem, schedule.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
     buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
-    target = refs[name].at[i.batch, pl.ds(i.k0, ROWS), first + i.kv_head]
+    target = refs[name].at[i.batch, i.rows, first + i.head]
     plgpu.commit_smem()  # all warps have read what was there
     buffers[name][at] = x.astype(s.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers[name].at[at], target)
 
 
-# ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
-
-
-def sum_own_keys(w: Worker, i: KeysItem, add):
-    """Sums dK and dV; add: what a step adds, as `add_both`."""
-
-    def both(dk_acc, dv_acc):
-        k_ids = wait_for_k(w, i)
-        plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-        all_heads(w, i, functools.partial(add, w, i, k_ids, dk_acc, dv_acc))
-        dk, dv = dk_acc[...], dv_acc[...]
-        plgpu.wait_smem_to_gmem(0)  # the block before has left
-        store(w, i, "dk", dk)
-        store(w, i, "dv", dv)
-
-    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
-    pl.run_scoped(both, acc, acc)
-
-
-def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
-    """Adds P^T dO to dV and dS^T Q to dK."""
-    s, smem = w.schedule, w.smem
-    here = own(w, i, step)
-
-    def add(s_acc, dp_acc):
-        # Issue S^T = K Q^T and dP^T = V dO^T.
-        begin_scores(w, s_acc, slot)
-        plgpu.barrier_wait(smem.do_full.at[slot])
-        dp_acc[...] = column(smem.minus_delta, slot)
-        across(s_acc, smem.k.at[here], smem.q.at[slot])
-        across(dp_acc, smem.v.at[here], smem.do.at[slot])
-        keys.load_later(w, i, step.g, step.r)
-        # Compute P under dP, accumulate dV.
-        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if keys.runs_on(s) and not begins:
-            keys.release(w, step.n - 1)
-        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
-        plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
-        # Compute dS under dV, accumulate dK.
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # less delta
-        ds = masks.d_scores(p, dp, slope, s.dtype)
-        plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-        if not keys.runs_on(s):
-            plgpu.wgmma_wait(0)
-            keys.release(w, step.n)
-
-    acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
-    pl.run_scoped(add, acc, acc)
-
-
-# ---- steps of 128 queries, in two halves a and b: D = 64 -----------------------------------------
+# ---- each warpgroup has 64 keys: D up to 128 -----------------------------------------------------
+#
+# At D = 64 a step has 128 queries, in two halves a and b:
 #
 #    tensor core    S of both, dP a |       | dV a     | dP b, dK a | dV b     | dK b, the next S
 #    warpgroup                      | P a   | dS a     | P b        | dS b     |
@@ -196,39 +309,58 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
 # copies.  Wider heads leave no registers for b.
 
 
-def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
+def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
+    k_ids = wait_for_k(w, i)
+    plgpu.barrier_wait(w.smem.v_bars.at[i.at])
+    all_heads(w, i, functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc))
+    dk, dv = dk_acc[...], dv_acc[...]
+    plgpu.wait_smem_to_gmem(0)  # the block before has left
+    store(w, i, "dk", dk)
+    store(w, i, "dv", dv)
+
+
+def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
-    here = own(w, i, step)
-    halves = [pl.ds(side * ROWS, ROWS) for side in range(2)]
+    # The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
+    # holds the descriptors of all its slices in registers.
+    here = jnp.minimum(i.at, step.n + s.sides * s.sets)
+    halves = [pl.ds(side * ROWS, ROWS) for side in range(s.columns // ROWS)]
     q, do = ([ref.at[slot, rows] for rows in halves] for ref in (smem.q, smem.do))
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
-    def to_dv(scores, side):
-        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, side)
-        plgpu.wgmma(dv_acc, p.astype(s.dtype), do[side])
-        return p, slope
+    def add(scores, dp_acc, half, wait_n):
+        """Computes P under dP, dS under dV, and begins to accumulate dV; returns dS."""
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, half)
+        plgpu.wgmma(dv_acc, p.astype(s.dtype), do[half])
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # less delta
+        return masks.d_scores(p, dp, slope).astype(s.dtype)
 
     def first(s_acc, dp_acc):
+        # Issue S^T = K Q^T and dP^T = V dO^T.
         begin_scores(w, s_acc, slot)
         plgpu.barrier_wait(smem.do_full.at[slot])
         dp_acc[...] = column(smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
-        keys.load_later(w, i, step.g, step.r)
+        load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if not begins:
-            keys.release(w, step.n - 1)
-        p, slope = to_dv(scores[:, :ROWS], 0)
-        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), slope, s.dtype)
-        pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
+        if runs_on(s) and not begins:
+            release(w, step.n - 1)
+        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=1)
+        if len(halves) > 1:
+            pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
+            return
+        plgpu.wgmma(dk_acc, ds, q[0])
+        if not runs_on(s):
+            plgpu.wgmma_wait(0)
+            release(w, step.n)
 
     def second(ds, scores, dp_acc):
         dp_acc[...] = column(smem.minus_delta, slot, 1)
         across(dp_acc, smem.v.at[here], do[1])
         plgpu.wgmma(dk_acc, ds, q[0])
-        p, slope = to_dv(scores, 1)
-        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2), slope, s.dtype)
+        ds = add(scores, dp_acc, 1, wait_n=2)
         plgpu.wgmma(dk_acc, ds, q[1])
 
     pl.run_scoped(first, plgpu.ACC((ROWS, s.columns), jnp.float32), acc)
@@ -243,19 +375,19 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
 #                                                  <-- p_free --                  dS^T, dK += dS^T Q
 
 
-def sum_dv(w: Worker, i: KeysItem, dv_acc):
+def sum_dv(w: Worker, i: Item, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
     store(w, i, "dv", dv_acc[...])
 
 
-def sum_dk(w: Worker, i: KeysItem, dk_acc):
+def sum_dk(w: Worker, i: Item, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
     store(w, i, "dk", dk_acc[...])
 
 
-def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begins):
+def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
     """Hands P over, and adds P^T dO to dV."""
     s, smem = w.schedule, w.smem
 
@@ -265,7 +397,7 @@ def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begi
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
-            keys.release(w, step.n - 1)
+            release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
@@ -278,7 +410,7 @@ def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begi
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
 
-def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
+def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
     """Takes P, and adds dS^T Q to dK; the mask is in P."""
     s, smem = w.schedule, w.smem
 
@@ -288,8 +420,8 @@ def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
         across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
-            keys.release(w, step.n - 1)
-        keys.load_later(w, i, step.g, step.r)
+            release(w, step.n - 1)
+        load_later(w, i, step.g, step.r)
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
@@ -304,12 +436,12 @@ def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
 # ---- an item, and the kernel --------------------------------------------------------------------
 
 
-def differentiate(w: Worker, i: KeysItem):
+def differentiate(w: Worker, i: Item):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
-    if not keys.pairs_up(w.schedule):
-        sum_own_keys(w, i, add_halves if keys.in_halves(w.schedule) else add_both)
-        return
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
+    if not pairs_up(w.schedule):
+        pl.run_scoped(functools.partial(sum_both, w, i), acc, acc)
+        return
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
@@ -318,56 +450,46 @@ def one_item(w: Worker, item, following, side, n0):
     """One block of keys; returns the step after its last."""
     s, end = w.schedule, w.schedule.visits.lengths[1]
     if following is not None:
-        pl.when(following >= 0)(lambda: keys.load_kv(w, following, 1 - side))
-    i = keys.item_of(w, item, following, side, n0)
-    total = s.group * i.stream.steps
+        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - side))
+    i = schedule.item_of(w, item, following, side, n0)
+    total = s.group * i.end
     if s.persistent:  # of an item of fewer steps than are on their way when it begins
-        pl.loop(total, keys.ahead(s))(
-            lambda nth: keys.load(w, Step(n0 + nth, 0, nth), nth, i.stream, following)
-        )
+        pl.loop(total, ahead(s))(lambda nth: load(w, Step(n0 + nth, 0, nth), nth, i.stream))
 
-    pl.when(i.k0 < end)(lambda: differentiate(w, i))
+    pl.when(i.row < end)(lambda: differentiate(w, i))
     if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:
 
-        @pl.when(i.k0 >= end)  # nothing but padding
+        @pl.when(i.row >= end)  # nothing but padding
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: keys.pass_by(w, i, g, 0, i.stream.steps))
+            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.end))
 
     return n0 + total
 
 
 def body(w: Worker):
-    if keys.pairs_up(w.schedule):
+    if pairs_up(w.schedule):
         pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    schedule.work_items(
-        w.inputs.plan, functools.partial(keys.begin, w), functools.partial(one_item, w)
-    )
-    plgpu.wait_smem_to_gmem(0)
+    schedule.work_items(w, begin, one_item)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads"))
-def backward_dkv(
-    q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
-    call: Call, heads: Heads | None = None,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames="call")
+def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *, call: Call):
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
     minus_lse, minus_delta: from the dQ kernel.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
-    packed, group = segments is not None, q.shape[2] // k.shape[2]
-    tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
-    block = ROWS * (1 if q.shape[-1] > 128 else tile.wgs)
-    s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
+    heads, kv_heads = call.heads or (q.shape[2], k.shape[2])
+    tile = tiles(q.shape[-1], heads // kv_heads)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
-    if written % s.columns:  # the last step has a half without queries, so its P must be 0
+    if written % tile.step:  # the last step has a half without queries, so its P must be 0
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)
         minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)
     inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
-    out_type = () if heads else (like, like)
     return schedule.launch(
-        s, "attention_backward_dkv", body, inputs, segments, out_type, keys.scratch(s)
-    )
+        "attention_backward_dkv", body, tile, call, inputs, segments,
+        () if call.heads else (like, like), scratch, by_keys=True,
+    )  # fmt: skip

@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import masks, queries, schedule
-from pallas_kernels.flash_attention.queries import Item, Keys
-from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
-from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention.schedule import Call, Item, Operand, Schedule, Tiles, Worker
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
 
@@ -77,16 +76,16 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     )
 
 
-def keys_of(w: Worker) -> Keys:
+def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
-    ids = (w.inputs.segments.k_ids, smem.ids) if s.packed else ()
-    return Keys(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, ahead(s), 0, *ids)
+    ids = (w.inputs.k_ids, smem.ids) if s.packed else None
+    return Operand(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, 0, ahead(s), ids)
 
 
-def values_of(w: Worker) -> Keys:
+def values_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     buffers = smem.kv.at[pl.ds(s.stages, ahead(s))]
-    return Keys(Ring(ahead(s), smem.v_full), w.inputs.v, s.v_first, buffers, ahead(s), 1)
+    return Operand(Ring(ahead(s), smem.v_full), w.inputs.v, s.v_first, buffers, 1, ahead(s))
 
 
 def buffer_of_o(w: Worker):
@@ -106,7 +105,7 @@ class Rows(NamedTuple):
 # Load: a warpgroup's rows, and the tiles of K and V.
 
 
-def load_rows(w: Worker, item, side):
+def load_rows(w: Worker, item, side=0):
     s, inputs, smem = w.schedule, w.inputs, w.smem
     row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
@@ -118,21 +117,17 @@ def load_rows(w: Worker, item, side):
     for n, ref in enumerate(stats):
         plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
     if s.packed:
-        ids = inputs.segments.q_ids.at[batch, rows]
+        ids = inputs.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
 
-def load(w: Worker, i: Item, n, *tiles: Keys):
+def load(w: Worker, i: Item, n, *tiles: Operand):
     """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
-
-    def send_all(stream):
-        for x in tiles:
-            queries.send(w.schedule, x, n, stream)
-
-    queries.send_any(w, n, i.stream, i.following, send_all)
+    send = lambda stream: schedule.send_keys(w.schedule, n, stream, *tiles)
+    schedule.send_any(w, n, i.stream, send)
 
 
-def refill(w: Worker, i: Item, n, free, *tiles: Keys):
+def refill(w: Worker, i: Item, n, free, *tiles: Operand):
     """Loads tiles into the slots that all warpgroups leave at step n."""
     s = w.schedule
 
@@ -167,7 +162,8 @@ def load_following(w: Worker, i: Item):
     if not has_o_buffer(s):
         pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, values_of(w)))
     if s.persistent:
-        pl.when(i.following >= 0)(lambda: load_rows(w, i.following, 1 - i.side))
+        following = i.stream.following
+        pl.when(following >= 0)(lambda: load_rows(w, following, 1 - i.side))
 
 
 # Hand buffers back.
@@ -227,7 +223,8 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     s = w.schedule
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
-        x = queries.in_sight(s, i, x, n, rows.q_ids, w.smem.ids.at[s.slot(n)] if s.packed else None)
+        ids = (rows.q_ids, mosaic.read(w.smem.ids.at[s.slot(n)], COL)) if s.packed else None
+        x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
@@ -276,7 +273,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         if masked and s.packed:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
-        ds = masks.d_scores(p, dp, slope, s.dtype)
+        ds = masks.d_scores(p, dp, slope).astype(s.dtype)
         # Accumulate dQ, under the next step.
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)
@@ -291,7 +288,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     one = functools.partial(step, w, i, rows, dq_acc)
     if waits_after_p(s):
         wait_for_keys(w, i, i.first)
-    one(i.first, s.visits.causal or s.ragged or s.packed)
+    one(i.first, s.masks_first)
     schedule.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
     store(w, i, dq_acc[...])
 
@@ -308,12 +305,12 @@ def store(w: Worker, i: Item, dq):
 def differentiate(w: Worker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
-    i = queries.item_of(w, item, following, side, n0)
+    i = schedule.item_of(w, item, following, side, n0)
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
 
-    @pl.when(i.q0 >= 0)
+    @pl.when(i.row >= 0)
     def _():
         rows = rows_of(w, i)
         load_following(w, i)
@@ -326,7 +323,7 @@ def differentiate(w: Worker, item, following, side, n0):
 
     if s.lead:
 
-        @pl.when(i.q0 < 0)  # nothing but padding
+        @pl.when(i.row < 0)  # nothing but padding
         def _():
             load_following(w, i)
             pass_by(w, i, n0, i.end)
@@ -335,25 +332,22 @@ def differentiate(w: Worker, item, following, side, n0):
 
 
 def body(w: Worker):
-    begin, one = (lambda item: load_rows(w, item, 0)), functools.partial(differentiate, w)
-    schedule.work_items(w.inputs.plan, begin, one)
-    plgpu.wait_smem_to_gmem(0)
+    schedule.work_items(w, load_rows, differentiate)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads"))
-def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
-    """(dq like q, -lse, -delta); with `heads` the others of dq are undefined.
+@functools.partial(jax.jit, static_argnames="call")
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
+    """(dq like q, -lse, -delta); of one array for q, k and v the other heads are undefined.
 
     -lse is divided by scale, which makes it a score; with a softcap it is in base 2.  The last two
     are (B, H, schedule.stat_rows(T)) fp32.
     """
-    tile, packed = tiles(q.shape[-1], segments is not None), segments is not None
-    s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
+    memory = functools.partial(scratch, has_dlse=dlse is not None)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
-        s, "attention_backward_dq", body, inputs, segments, out_type,
-        scratch(s, dlse is not None), reduction_scratch_bytes=0,
+        "attention_backward_dq", body, tiles(q.shape[-1], call.packed), call, inputs, segments,
+        out_type, memory, reduction_scratch_bytes=0,
     )  # fmt: skip

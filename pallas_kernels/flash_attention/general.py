@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import COL, LOG2E, ROW, WGMMA, along
 
 _TILES = {  # kernel, tight: (rows of a block, columns of a step) for D up to 64, 128 and 256
@@ -56,13 +56,12 @@ _TILES = {  # kernel, tight: (rows of a block, columns of a step) for D up to 64
 }
 
 
-def general_schedule(kernel: str, q, k, call: Call, heads, *, packed: bool) -> Schedule:
+def tiles(kernel: str, head_dim: int, call: Call) -> Tiles:
     # In the backward pass segments and softcap need registers.
-    more = kernel != "forward" and (packed or call.softcap is not None)
-    width = schedule.width_of(q.shape[-1])
+    more = kernel != "forward" and (call.packed or call.softcap is not None)
+    width = schedule.width_of(head_dim)
     block, step = _TILES[kernel, call.tight or more][(width > 64) + (width > 128)]
-    options = dict(block=block, packed=packed, by_keys=kernel == "backward_dkv")
-    return schedule.schedule_of(q, k, Tiles(1, step, 1, False, 16), call, heads, **options)
+    return Tiles(1, step, 1, False, 16, block)
 
 
 def scratch(kernel: str, s: Schedule) -> dict:
@@ -73,18 +72,17 @@ def scratch(kernel: str, s: Schedule) -> dict:
         "backward_dkv": ("k v", "q do", "lse delta"),  # of a step
     }[kernel]
     sizes = dict.fromkeys(rows.split(), s.block) | dict.fromkeys(columns.split(), s.columns)
-    tiles = {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
+    buffers = {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
     stat = plgpu.SMEM((s.columns if s.visits.by_keys else s.block,), jnp.float32)
-    return tiles | dict.fromkeys(stats.split(), stat)
+    return buffers | dict.fromkeys(stats.split(), stat)
 
 
-def launch(kernel: str, body, call: Call, heads, inputs: dict, segments, out_type):
-    q, k, packed = inputs["q"], inputs["k"], segments is not None
-    s = general_schedule(kernel, q, k, call, heads, packed=packed)
+def launch(kernel: str, body, call: Call, inputs: dict, segments, out_type):
+    tile, memory = tiles(kernel, inputs["q"].shape[-1], call), functools.partial(scratch, kernel)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
-        s, f"general_attention_{kernel}", body, inputs, segments, out_type, scratch(kernel, s),
-        reduction_scratch_bytes=0,
+        f"general_attention_{kernel}", body, tile, call, inputs, segments, out_type, memory,
+        by_keys=kernel == "backward_dkv", reduction_scratch_bytes=0,
     )  # fmt: skip
 
 
@@ -107,7 +105,7 @@ class Block(NamedTuple):
 def block_of(w: Worker) -> Block:
     s = w.schedule
     row, (batch, head) = s.where(lax.axis_index("block"))
-    limits, same = s.limits(row, batch, w.inputs.segments)
+    limits, same = s.limits(row, batch, w.inputs.spans)
     low, high = s.visits.seen(row, row + s.block, *limits)
     return Block(w, batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
 
@@ -135,31 +133,21 @@ def scores(b: Block, tile, x):
 
 def mask(b: Block, tile, x):
     """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
-    s, visits, segments = b.w.schedule, b.w.schedule.visits, b.w.inputs.segments
-    ragged = s.ragged and not visits.by_keys  # keys past the last one are columns
-    if not (visits.causal or ragged or s.packed):
+    s, visits, inputs = b.w.schedule, b.w.schedule.visits, b.w.inputs
+    if not s.masks_first:
         return x
     crosses = (tile < b.whole[0]) | (tile >= b.whole[1])
-    if ragged:
+    if visits.ragged:
         crosses |= tile == visits.tiles - 1
 
     def masked(x):
-        column = tile * s.columns
+        column, ids = tile * s.columns, None
         if s.packed:
-            ids = segments.q_ids, segments.k_ids
+            ids = inputs.q_ids, inputs.k_ids
             rows, columns = reversed(ids) if visits.by_keys else ids
             mine = mosaic.read(rows.at[b.batch, b.rows], ROW)
-            others = mosaic.read(columns.at[b.batch, pl.ds(column, s.columns)], COL)
-            x = masks.same_segment(x, mine, others)
-        if visits.by_keys:
-            q0, k0 = column + visits.offset, b.row
-        else:
-            q0, k0 = b.row + visits.offset, column
-        keys = visits.lengths[1] if ragged else None
-        return masks.visible(
-            x, q0, k0, causal=visits.causal, window=visits.window, keys=keys,
-            transposed=visits.by_keys,
-        )  # fmt: skip
+            ids = mine, mosaic.read(columns.at[b.batch, pl.ds(column, s.columns)], COL)
+        return masks.visible(x, visits, b.row, column, ids)
 
     return lax.cond(crosses, masked, lambda x: x, x)
 
@@ -167,18 +155,30 @@ def mask(b: Block, tile, x):
 # ---- forward ---------------------------------------------------------------------------------
 
 
-def forward_step(b: Block, n, carry):
-    """Adds the n-th tile of keys to O, to the largest logit and to the sum of each row."""
-    s, smem = b.w.schedule, b.w.smem
-    (o, m, l), tile = carry, b.high - 1 - n
+def add_tile(smem, carry, load_v, load_next_k, weigh):
+    """Adds a tile of keys to O, to the largest logit and to the sum of each row.
+
+    weigh(scores, m, l): `online_softmax` of the tile.
+    """
+    o, m, l = carry
     ampere.wait()  # for K
-    load_keys(b, "v", tile)
+    load_v()
     x = ampere.rows_times_rows(smem.q, smem.k)
     ampere.wait()  # for V
-    pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
-    x, factor = masks.capped(x, s.scale, s.softcap)
-    p, m, l, alpha = masks.online_softmax(mask(b, tile, x), factor, m, l)
+    load_next_k()
+    p, m, l, alpha = weigh(x, m, l)
     return ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v), m, l
+
+
+def forward_step(b: Block, n, carry):
+    s, tile = b.w.schedule, b.high - 1 - n
+
+    def weigh(x, m, l):
+        x, factor = masks.capped(x, s.scale, s.softcap)
+        return masks.online_softmax(mask(b, tile, x), factor, m, l)
+
+    load_next_k = lambda: pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
+    return add_tile(b.w.smem, carry, lambda: load_keys(b, "v", tile), load_next_k, weigh)
 
 
 def forward_body(w: Worker):
@@ -197,11 +197,34 @@ def forward_body(w: Worker):
     mosaic.store(lse_ref.at[b.batch, b.head, b.rows], lse)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads"))
-def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
+@functools.partial(jax.jit, static_argnames="call")
+def forward(q, k, v, segments=None, *, call: Call):
     """As forward.forward, but T and S may be any, and D a multiple of 8."""
-    inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call, heads)
-    return launch("forward", forward_body, call, heads, inputs, segments, out_type)
+    inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call)
+    return launch("forward", forward_body, call, inputs, segments, out_type)
+
+
+def decode_body(b, weigh, o_ref, lse_ref):
+    """The kernel of decode.py: b is one of its blocks, which sees tiles b.low ... b.high - 1."""
+    smem, rows = b.smem, b.smem.q.shape[0]
+
+    def load(name, tile):  # past S it is filled with zeros
+        source, target = getattr(b.refs, name), getattr(smem, name)
+        ampere.load_rows(source, target, b.batch, b.head, tile * target.shape[0], b.p.keys)
+
+    def step(tile, carry):
+        load_next_k = lambda: pl.when(tile + 1 < b.high)(lambda: load("k", tile + 1))
+        own = lambda x, m, l: weigh(b, x, tile, m, l)
+        return add_tile(smem, carry, lambda: load("v", tile), load_next_k, own)
+
+    ampere.load_rows(b.refs.q, smem.q, b.batch, b.head, 0, b.p.rows)
+    pl.when(b.low < b.high)(lambda: load("k", b.low))
+    nothing = mosaic.zeros(smem.q.shape, WGMMA), *masks.no_keys(rows)
+    o, m, l = lax.fori_loop(b.low, b.high, step, nothing)
+    ampere.wait()  # for Q, which nobody has waited for if there are no keys
+    for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
+        if ref is not None:
+            mosaic.store(ref.at[b.batch, b.split, b.head], x)
 
 
 # ---- dQ and delta ----------------------------------------------------------------------------
@@ -237,8 +260,8 @@ def dq_step(b: Block, n, dq):
     x, slope = scores(b, tile, ampere.rows_times_rows(smem.q, smem.k))
     of_rows = lambda ref: along(mosaic.read(ref, ROW), x.shape, 0)
     p = jnp.exp2(x - of_rows(smem.lse2))
-    ds = p * (dp - of_rows(smem.delta))
-    dq = ampere.times_rows(dq, ds if slope is None else ds * slope, smem.k)
+    ds = masks.d_scores(p, dp - of_rows(smem.delta), slope)
+    dq = ampere.times_rows(dq, ds, smem.k)
     ampere.meet()  # all have read K
     pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
     return dq
@@ -254,15 +277,15 @@ def dq_body(w: Worker):
     ampere.store_rows(smem.q, dq_ref, b.batch, b.head, b.row, s.visits.lengths[0])
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads"))
-def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
-    """(dq like q, lse, delta); with `heads` the others of dq are undefined.
+@functools.partial(jax.jit, static_argnames="call")
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
+    """(dq like q, lse, delta); of one array for q, k and v the other heads are undefined.
 
     The last two are (B, H, schedule.stat_rows(T)) fp32, what the dK/dV kernel wants.
     """
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse)]
-    dq, delta = launch("backward_dq", dq_body, call, heads, inputs, segments, out_type)
+    dq, delta = launch("backward_dq", dq_body, call, inputs, segments, out_type)
     return dq, lse, delta
 
 
@@ -317,8 +340,7 @@ def dkv_step(b: Block, last, n, carry):
     ampere.meet()  # all have read dO
     pl.when(n < last)(lambda: load_queries(b, "do", later))
     if dp is not None:
-        ds = p * (dp - of_columns(smem.delta))
-        ds = ds if slope is None else ds * slope
+        ds = masks.d_scores(p, dp - of_columns(smem.delta), slope)
         sums |= dict(dk=ampere.times_rows(sums["dk"], ds, smem.q))
     ampere.meet()  # all have read Q
     pl.when(n < last)(lambda: load_queries(b, "q", later))
@@ -342,16 +364,15 @@ def dkv_body(wanted: tuple[str, ...], w: Worker):
         ampere.store_rows(buffer, ref, b.batch, first_head + b.head, b.row, s.visits.lengths[1])
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads"))
-def backward_dkv(
-    q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None
-):
+@functools.partial(jax.jit, static_argnames="call")
+def backward_dkv(q, k, v, lse, dout, delta, segments, joint=None, *, call: Call):
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
     inputs = dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 
     def run(*wanted):
-        body, out_type = functools.partial(dkv_body, wanted), () if heads else (like,) * len(wanted)
-        return launch("backward_dkv", body, call, heads, inputs, segments, out_type)
+        out_type = () if call.heads else (like,) * len(wanted)
+        body = functools.partial(dkv_body, wanted)
+        return launch("backward_dkv", body, call, inputs, segments, out_type)
 
     return run("dk", "dv") if q.shape[-1] <= 128 else (*run("dk"), *run("dv"))

@@ -9,7 +9,7 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +69,11 @@ class Visits(NamedTuple):
         """In all."""
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether the last tile of keys is not full, where they are the columns."""
+        return not self.by_keys and self.lengths[1] % self.size != 0
+
     def columns(self, row):
         """(the first one that a row sees, the one after its last), None where nothing limits it."""
         causal, window, offset = self.causal, self.window, self.offset
@@ -97,14 +102,6 @@ class Visits(NamedTuple):
         if stop is not None:
             high = jnp.minimum(high, stop // self.size)
         return low, high
-
-
-class Segments(NamedTuple):
-    """Arrays of a call with segments, or references to them."""
-
-    q_ids: Any  # (B, T or more)
-    k_ids: Any  # (B, S or more)
-    spans: Any  # of `segment_spans`
 
 
 def some_rows_see_nothing(window: int | None, packed: bool, rows: int = ROWS) -> bool:
@@ -160,10 +157,10 @@ def capped(x, scale, softcap):
     return (x, scale * LOG2E) if softcap is None else (logits(x, scale, softcap)[0], 1.0)
 
 
-def d_scores(p, dp, slope, dtype):
+def d_scores(p, dp, slope):
     """dS = P dP, of dP less delta; slope: of `logits`."""
     ds = p * dp
-    return (ds if slope is None else ds * slope).astype(dtype)
+    return ds if slope is None else ds * slope
 
 
 def no_keys(rows: int):
@@ -192,27 +189,29 @@ def finish(o, m, l, *, blind: bool):
     return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
 
 
-def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
-    """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
-    q_axis = 1 if transposed else 0
+def visible(x, visits: Visits, row, column, ids=None):
+    """Scores x with -inf where a query may not see a key.
 
+    row, column: what x's first row and its first column are.  ids: of the rows and of the columns,
+    or None without segments.
+    """
     # One number for each row or column, and broadcast: as numbers of each element they would all
     # be in registers.
+    along = lambda numbers, axis: mosaic.along(numbers, x.shape, axis)
+
     def places(start, axis):
-        n, layout = s.shape[axis], COL if axis else ROW
-        iota = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
-        return mosaic.along(start + iota, s.shape, axis)
+        layout = COL if axis else ROW
+        iota = plgpu.broadcasted_iota(jnp.int32, (x.shape[axis],), 0, layout=layout)
+        return along(start + iota, axis)
 
-    if keys is not None:
-        s = jnp.where(places(k0, 1 - q_axis) < keys, s, -jnp.inf)
-    if not causal:  # nor a window
-        return s
-    q, k = places(q0, q_axis), places(k0, 1 - q_axis)
-    s = jnp.where(q >= k, s, -jnp.inf)
-    return s if window is None else jnp.where(q - k < window, s, -jnp.inf)
-
-
-def same_segment(s, row_ids, column_ids):
-    """s with -inf where a row's id is not the column's."""
-    along = lambda ids, axis: mosaic.along(ids, s.shape, axis)
-    return jnp.where(along(row_ids, 0) == along(column_ids, 1), s, -jnp.inf)
+    if ids is not None:
+        x = jnp.where(along(ids[0], 0) == along(ids[1], 1), x, -jnp.inf)
+    q, k = ((column, 1), (row, 0)) if visits.by_keys else ((row, 0), (column, 1))
+    q = q[0] + visits.offset, q[1]
+    if visits.ragged:
+        x = jnp.where(places(*k) < visits.lengths[1], x, -jnp.inf)
+    if not visits.causal:  # nor a window
+        return x
+    q, k = places(*q), places(*k)
+    x = jnp.where(q >= k, x, -jnp.inf)
+    return x if visits.window is None else jnp.where(q - k < visits.window, x, -jnp.inf)

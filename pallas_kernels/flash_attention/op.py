@@ -15,8 +15,8 @@ result bit for bit.  docs/attention.md has what the fused kernel took.
 
 This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
 in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py
-assigns work to blocks, queries.py and keys.py number the steps of a block.  The kernels for every
-NVIDIA GPU since Ampere are in general.py.
+assigns work to blocks and numbers their steps.  The kernels for every NVIDIA GPU since Ampere are
+in general.py.
 """
 
 import functools
@@ -38,7 +38,7 @@ from pallas_kernels.flash_attention.masks import (
     scale_of,
     some_rows_see_nothing,
 )
-from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
+from pallas_kernels.flash_attention.schedule import Call, pad_segments
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
@@ -281,52 +281,49 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    call = Call(
-        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
-        general, general and mosaic.is_tight(),
-    )  # fmt: skip
     fits = d % 8 == 0 if general else t % 8 == 0 and d in WIDTHS
     if isinstance(operands, Packed) and fits:
-        heads = Heads(*(heads for heads, _ in operands.parts[:2]))
+        heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:
         heads, arrays = None, tuple(_pad(x, general) for x in split(operands))
+    call = Call(
+        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
+        segment_ids is not None, heads, general, general and mosaic.is_tight(),
+    )  # fmt: skip
     if segment_ids is not None:
         segment_ids = pad_segments(segment_ids, call.lengths)
-    out, lse = _attention(arrays, segment_ids, call, heads, return_lse)
+    out, lse = _attention(arrays, segment_ids, call, return_lse)
     out = out if heads else out[:, :t, :, :d]
     return (out, lse[:, :, :t]) if return_lse else out
 
 
-def _attention_forward(arrays, segments, call, heads, with_lse):
-    """((O, lse), what the backward pass needs).
-
-    arrays: (q, k, v), or with `heads` the only array, which holds all three.
-    """
-    q, k, v = arrays if heads is None else arrays * 3
+def _attention_forward(arrays, segments, call: Call, with_lse):
+    """((O, lse), what the backward pass needs).  arrays: (q, k, v), or the one that holds all."""
+    q, k, v = arrays if call.heads is None else arrays * 3
     forward_of = general.forward if call.general else forward
-    results = forward_of(q, k, v, segments, call=call, heads=heads)
+    results = forward_of(q, k, v, segments, call=call)
     # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
     out, lse = (checkpoint_name(x, "attention") for x in results)
     return (out, lse), (arrays, segments, out, lse)
 
 
-def _attention_backward(call, heads, with_lse, saved, cotangents):
+def _attention_backward(call: Call, with_lse, saved, cotangents):
     arrays, segments, out, lse = saved
     dout, dlse = cotangents
     dlse = dlse if with_lse else None  # it is zero, so the kernels need not read it
-    q, k, v = arrays if heads is None else arrays * 3
-    return backward(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads), None
+    q, k, v = arrays if call.heads is None else arrays * 3
+    return backward(q, k, v, out, lse, dout, dlse, segments, call=call), None
 
 
-def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=None):
-    """(dq, dk, dv), or with `heads`, where q, k and v are one array, its only gradient.
+def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
+    """(dq, dk, dv), or where q, k and v are one array, its only gradient.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
     segments: from `pad_segments`.
     """
     rows = 2 * ROWS if call.general else ROWS
-    if some_rows_see_nothing(call.window, segments is not None, rows):
+    if some_rows_see_nothing(call.window, call.packed, rows):
         # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)
@@ -334,17 +331,16 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=
     first, last = backward_dq, backward_dkv
     if call.general:
         first, last = general.backward_dq, general.backward_dkv
-    options = dict(call=call, heads=heads)
     # The statistics that the second kernel reads: lse in base 2 and -delta, or lse and delta.
-    dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, **options)
+    dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call)
     others = q, k, v, lse, dout, delta, segments
-    if heads is None:
-        return dq, *last(*others, **options)
+    if call.heads is None:
+        return dq, *last(*others, call=call)
     # No copy: the second kernel writes its own heads of dq.
-    return (mosaic.in_place(lambda ref, *x: last(*x, ref, **options), dq, *others),)
+    return (mosaic.in_place(lambda ref, *x: last(*x, ref, call=call), dq, *others),)
 
 
-_attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3, 4))
+_attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3))
 
 
 # Only an H100 has run the general form, so cuDNN stands before it.

@@ -1,8 +1,17 @@
-"""Which block of a kernel works on what, and in which order; the call of a kernel.
+"""Which block of a kernel works on what, in which order, and in which steps; the call of a kernel.
 
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
 past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
 block should wait for the busiest one, and a block should know its next item early.
+
+A step takes one tile of columns.  A warpgroup sees the tiles of some of its block's steps:
+
+    n0        first         unmasked          edge            last        end
+    | others see | masked, if causal | seen whole | masked: window | others see |
+
+Queries start at the diagonal and go downwards: step n takes tile base - 1 - n; all items of a
+kernel block are numbered on.  Keys go upwards from the diagonal, once for each query head of their
+group: step r of a head takes tile base + r, and first ... end are counted from 0 in each head.
 """
 
 import functools
@@ -19,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import Segments, Visits, segment_spans
+from pallas_kernels.flash_attention.masks import Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
+from pallas_kernels.pipeline import Ring
 
 
 class Call(NamedTuple):
@@ -32,6 +42,9 @@ class Call(NamedTuple):
     sms: int  # of the device
     window: int | None
     softcap: float | None
+    packed: bool = False  # there are segments
+    # (H, K) if one array (B, T, H + 2 K, D) holds q, k and v, in this order.
+    heads: tuple[int, int] | None = None
     general: bool = False  # for every GPU since Ampere, not for Hopper
     tight: bool = False  # in the general form: with its smaller tiles
 
@@ -46,13 +59,7 @@ class Tiles(NamedTuple):
     # it works on this one's.  False: a block for each item, which the hardware hands out.
     persistent: bool
     section: int  # MiB of streamed operands of the heads worked on at a time; 0: of one head
-
-
-class Heads(NamedTuple):
-    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
-
-    q: int  # H, which come first
-    kv: int  # K; the heads of k come next, then the heads of v
+    block: int = 0  # rows of a block, if not 64 for each warpgroup
 
 
 class Schedule(NamedTuple):
@@ -77,9 +84,14 @@ class Schedule(NamedTuple):
     packed: bool  # there are segments
 
     @property
-    def ragged(self) -> bool:
-        """Whether the last tile of keys is not full, where a block owns queries."""
-        return self.visits.lengths[1] % self.columns != 0
+    def sets(self) -> int:
+        """How many times 64 rows a block owns."""
+        return self.block // ROWS
+
+    @property
+    def masks_first(self) -> bool:
+        """Whether a mask may hide something in a warpgroup's first step."""
+        return self.visits.causal or self.visits.ragged or self.packed
 
     @property
     def persistent(self) -> bool:
@@ -96,28 +108,20 @@ class Schedule(NamedTuple):
         """Whether the diagonal of a warpgroup's rows may cross a second tile."""
         return self.visits.causal and bool(self.visits.offset % ROWS or self.columns % ROWS)
 
-    @property
-    def weighs_early(self) -> bool:
-        """Whether P is computed before it is known whether m stays: 7% faster, given registers.
-
-        At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
-        """
-        return 64 < self.width <= 128 and self.visits.window is None
-
     def slot(self, n):
         """The slot of step n in a ring of `stages`."""
         return lax.rem(n, jnp.int32(self.stages))
 
-    def limits(self, row, batch, segments):
+    def limits(self, row, batch, spans):
         """What segments leave to the block of rows that begins at `row`.
 
         Returns (tiles to see, tiles that hold its one segment alone), each first and end.
-        segments: references to Segments, or None.
+        spans: a reference to `segment_spans`, or None.
         """
-        if segments is None:
+        if spans is None:
             return (0, self.visits.tiles), (0, self.visits.tiles)
         mine = lax.div(row + self.lead, jnp.int32(self.block))
-        low, high, first, end = (segments.spans[batch, mine, n] for n in range(4))
+        low, high, first, end = (spans[batch, mine, n] for n in range(4))
         return (low, high), (first, end)
 
     def buffer(self, n: int, rows: int):
@@ -130,21 +134,17 @@ class Schedule(NamedTuple):
         return plgpu.SMEM((n, rows), jnp.int32) if self.packed else None
 
 
-def schedule_of(
-    q, k, tile: Tiles, call: Call, heads: Heads | None, *, block: int, packed: bool, by_keys=False
-) -> Schedule:
-    """The Schedule of a kernel.
-
-    heads: q, k and v are the same array, which holds all three.  block: rows that a block owns, of
-    queries, or by_keys of keys.  packed: there are segments.
-    """
+def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedule:
+    """The Schedule of a kernel.  by_keys: a block owns keys, not queries."""
     b, _, h, d = q.shape
     kv_heads, k_first, v_first = k.shape[2], 0, 0
-    if heads is not None:
-        h, kv_heads, k_first, v_first = *heads, heads.q, heads.q + heads.kv
+    if call.heads is not None:
+        h, kv_heads = call.heads
+        k_first, v_first = h, h + kv_heads
     (t, s), group = call.lengths, h // kv_heads
     visits = Visits(call.lengths, call.causal, call.window, tile.step, by_keys)
-    levels, lead = mosaic.cdiv(visits.rows, block), 0
+    block, lead = tile.block or tile.wgs * ROWS, 0
+    levels = mosaic.cdiv(visits.rows, block)
     if by_keys:
         first_row = lambda level: level * block  # most queries see the first keys
         owners, pair_bytes = kv_heads, 4 * t * d * group  # Q and dO of a kv head
@@ -158,25 +158,36 @@ def schedule_of(
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
     sections, table = mosaic.cdiv(pairs, fit), None
-    if tile.persistent and worth_planning(levels, levels * pairs, call.sms, packed):
+    # What segments leave of an item is not known when it is planned.  Many blocks may then differ
+    # much from what they were taken for: by simulation the forward pass gains 0 to 20% up to 16
+    # blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
+    known = not call.packed or levels <= 16
+    if tile.persistent and known and levels * pairs > call.sms:
         costs = block_costs(visits, first_row(np.arange(levels)), block)
         table = plan(costs, pairs, mosaic.cdiv(pairs, sections), call.sms)
     # All sections are equal.  To divide by the width of a narrower last one ptxas would call a
     # function, and serialize every wgmma of a kernel with a call (C7509, compiled relocatably).
     while pairs % sections:
         sections += 1
+    section = pairs // sections
 
     def where(item):
-        planned = table is not None
-        split = mosaic.divide(item, pairs) if planned else order(item, levels, pairs // sections)
-        level, pair = split
+        if table is not None:
+            level, pair = mosaic.divide(item, pairs)
+        else:
+            # Longest first, so that the short blocks fill the gaps at the end; but one section of
+            # the pairs after the other, so that what the running blocks stream stays in the L2
+            # cache (50 MB).
+            number, rest = mosaic.divide(item, section * levels)
+            level, pair = mosaic.divide(rest, section)
+            pair = number * section + pair
         return first_row(level), mosaic.divide(pair, owners)
 
     grid = levels * pairs if table is None else call.sms
     width = width_of(d) if call.general else d
     return Schedule(
         visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
-        group, k_first, v_first, call.scale, call.softcap, packed,
+        group, k_first, v_first, call.scale, call.softcap, call.packed,
     )  # fmt: skip
 
 
@@ -189,26 +200,28 @@ class Worker(NamedTuple):
     """One warpgroup of a block, with what its kernel's functions use."""
 
     schedule: Schedule
-    inputs: Any  # references to global memory, by name; `plan` and `segments` may be None
+    inputs: Any  # references to global memory, by name; `plan`, ids and `spans` may be None
     results: tuple
     smem: Any  # what the kernel's `scratch` lists, by name
     wg: Any
 
 
 def launch(
-    s: Schedule, name: str, body, inputs: dict, segments, out_type, scratch: dict, **parameters
-):
+    name: str, body, tile: Tiles, call: Call, inputs: dict, segments, out_type, scratch,
+    by_keys=False, **parameters,
+):  # fmt: skip
     """Calls a kernel with body(a Worker).
 
-    inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: shared
-    memory and barriers by name.  parameters: further CompilerParams.
+    inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: gives
+    the shared memory and barriers of a Schedule by name.  by_keys: a block owns keys, not queries.
+    parameters: further CompilerParams.
     """
+    s = schedule_of(inputs["q"], inputs["k"], tile, call, by_keys)
+    q_ids, k_ids = segments or (None, None)
+    inputs = inputs | dict(plan=s.table, q_ids=q_ids, k_ids=k_ids, spans=None)
     if segments is not None:
-        q_ids, k_ids = segments
-        rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
-        spans = segment_spans(rows, columns, s.visits, s.block, s.lead)
-        segments = Segments(q_ids, k_ids, spans)
-    inputs = inputs | {"plan": s.table, "segments": segments}
+        rows, columns = (k_ids, q_ids) if by_keys else (q_ids, k_ids)
+        inputs["spans"] = segment_spans(rows, columns, s.visits, s.block, s.lead)
 
     def run(arrays, *results, **smem):
         refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)))
@@ -218,7 +231,7 @@ def launch(
         run,
         name=name,
         out_type=out_type,
-        scratch_types=scratch,
+        scratch_types=scratch(s),
         **mosaic.grid(block=s.grid),
         num_threads=s.wgs,
         compiler_params=plgpu.CompilerParams(
@@ -227,10 +240,10 @@ def launch(
     )(tuple(inputs.values()))
 
 
-def forward_results(q, call: Call, heads: Heads | None):
+def forward_results(q, call: Call):
     """The types of O (B, T, H, D) and of the log-sum-exp (B, H, stat_rows(T))."""
     (b, t, h, d), stats = q.shape, stat_rows(call.lengths[0])
-    h = h if heads is None else heads.q
+    h = h if call.heads is None else call.heads[0]
     lse = jax.ShapeDtypeStruct((b, h, stats), jnp.float32)
     return jax.ShapeDtypeStruct((b, t, h, d), q.dtype), lse
 
@@ -252,33 +265,12 @@ def pad_segments(segments, lengths):
     )
 
 
-def order(item, levels: int, section: int):
-    """The (level, pair) of an item: which block of rows (0: the longest) of which (batch, head).
-
-    Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
-    after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
-    """
-    number, rest = mosaic.divide(item, section * levels)
-    level, pair = mosaic.divide(rest, section)
-    return level, number * section + pair
-
-
-def worth_planning(blocks: int, items: int, sms: int, packed: bool) -> bool:
-    """Whether it pays that a block of the grid takes several items, which `plan` gives it.
-
-    blocks: items of a pair.  What segments leave of an item is not known when it is planned.  Many
-    blocks may then differ much from what they were taken for: by simulation the forward pass gains
-    0 to 20% up to 16 blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
-    """
-    return items > sms and not (packed and blocks > 16)
-
-
 @functools.cache
 def plan(costs: tuple[int, ...], pairs: int, section: int, blocks: int) -> np.ndarray:
     """What each block of a persistent grid works on: (blocks, n) int32, rows of n_items, items, -1.
 
-    The item level * pairs + pair takes about the time costs[level].  In the order of `order`
-    each goes to the block that is free first: what the hardware does with a block for each item.
+    The item level * pairs + pair takes about the time costs[level].  Longest first in each section,
+    it goes to the block that is free first: what the hardware does with a block for each item.
     Taken in turns, at B32 T1024 12/12 D64 the busiest block would have 3 to 13% more than another.
     """
     rows = [[] for _ in range(blocks)]
@@ -304,27 +296,142 @@ def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
     return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())
 
 
-def work_items(plan_ref, begin, body) -> None:
-    """begin(first item), then n = body(item, following, side, n) for each item of this block.
+def work_items(w: Worker, begin, body) -> None:
+    """begin(w, first item), then n = body(w, item, following, side, n) for each of this block's.
 
-    following: the item after this one, negative if there is none; side: 0 and 1 by turns.
-    plan_ref: None where the hardware hands out the items, one a block; then following is None too.
+    following: the item after this one, negative if there is none; side: 0 and 1 by turns.  Where
+    the hardware hands out the items, a block has one, and following is None.
     """
-    block = lax.axis_index("block")
+    block, plan_ref = lax.axis_index("block"), w.inputs.plan
     if plan_ref is None:
-        begin(block)
-        body(block, None, 0, jnp.int32(0))
-        return
+        begin(w, block)
+        body(w, block, None, 0, jnp.int32(0))
+    else:
 
-    def one(i, carry):
-        item, following, n = carry
-        later = plan_ref[block, i + 3]  # an item early: nobody waits for it
-        return following, later, body(item, following, lax.rem(i, jnp.int32(2)), n)
+        def one(i, carry):
+            item, following, n = carry
+            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
+            return following, later, body(w, item, following, lax.rem(i, jnp.int32(2)), n)
 
-    first = plan_ref[block, 1]
-    begin(first)
-    carry = first, plan_ref[block, 2], jnp.int32(0)
-    lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
+        first = plan_ref[block, 1]
+        begin(w, first)
+        carry = first, plan_ref[block, 2], jnp.int32(0)
+        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
+    plgpu.wait_smem_to_gmem(0)
+
+
+# ---- the steps of an item, and their tiles ---------------------------------------------------
+
+
+class Stream(NamedTuple):
+    """What streams past an item."""
+
+    batch: Any
+    head: Any  # of the keys; by keys the first of the queries' heads
+    base: Any
+    end: Any
+    following: Any  # the block's next item, negative or None if there is none
+
+
+class Item(NamedTuple):
+    """A block of rows, as one warpgroup sees it; see the picture."""
+
+    batch: Any
+    head: Any
+    row: Any  # the warpgroup's first one
+    at: Any  # its buffer
+    n0: Any
+    stream: Stream
+    first: Any
+    unmasked: Any
+    edge: Any
+    last: Any
+    side: Any  # 0 and 1 by turns
+
+    @property
+    def end(self):
+        return self.stream.end
+
+    @property
+    def rows(self):
+        return pl.ds(self.row, ROWS)
+
+
+def set_of(w: Worker):
+    """Which 64 of the block's rows the warpgroup works on."""
+    return w.wg if w.schedule.sets == w.schedule.wgs else 0
+
+
+def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
+    """The Stream of an item; n0: the first step of a block of queries."""
+    s = w.schedule
+    row, (batch, head) = s.where(item)
+    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.spans)[0])
+    if not s.visits.by_keys:
+        return Stream(batch, head // s.group, n0 + high, n0 + high - low, following)
+    # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
+    base = low + lax.rem(w.wg, jnp.int32(1))
+    return Stream(batch, head * s.group, base, high - low, following)
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.sets + set_of(w)
+    block_row, (batch, head) = s.where(item)
+    row = block_row + set_of(w) * ROWS
+    limits, same = s.limits(block_row, batch, w.inputs.spans)
+    stream = stream_of(w, item, n0, following)
+    own = visits.seen(row, row + ROWS, *limits)
+    whole = visits.whole(row, row + ROWS, *same)
+    if visits.by_keys:
+        step = lambda tile: tile - stream.base
+    else:
+        step, own, whole = (lambda tile: stream.base - tile), own[::-1], whole[::-1]
+    first, last = map(step, own)
+    unmasked = jnp.clip(step(whole[0]), first + 1, last) if s.masks_first else first + 1
+    edge = last
+    if visits.window is not None or s.packed:
+        edge = jnp.clip(step(whole[1]), unmasked, last)
+    return Item(batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
+
+
+class Operand(NamedTuple):
+    """What streams as one operand of matmuls: its ring, and which warp of the loader fills it."""
+
+    ring: Ring
+    ref: Any
+    first_head: int
+    smem: Any
+    warp: int
+    ahead: int  # how many steps early a tile is loaded
+    ids: tuple | None = None  # the ids that come along with each tile: (ref, shared memory)
+    stats: tuple | None = None  # the statistics of its rows
+
+    def send(self, n, batch, head, columns):
+        """Starts to copy these columns for step n."""
+        self.ring.send(n, self.ref.at[batch, columns, self.first_head + head], self.smem)
+        if self.stats is not None:
+            self.ring.send(n, self.stats[0].at[batch, head, columns], self.stats[1])
+        if self.ids is not None:
+            self.ring.send(n, self.ids[0].at[batch, columns], self.ids[1])
+
+
+def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
+    """Starts to copy the tiles of step n."""
+    keys = pl.ds((stream.base - 1 - n) * s.columns, s.columns)
+    for x in operands:
+        x.send(n, stream.batch, stream.head, keys)
+
+
+def send_any(w: Worker, n, stream: Stream, send):
+    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
+
+    def send_following():
+        coming = stream_of(w, stream.following, stream.end)
+        pl.when(n < coming.end)(lambda: send(coming))
+
+    pl.when(n < stream.end)(lambda: send(stream))
+    if stream.following is not None:
+        pl.when((n >= stream.end) & (stream.following >= 0))(send_following)
 
 
 def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:

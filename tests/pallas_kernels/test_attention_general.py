@@ -15,7 +15,7 @@ from kernel_checks import ON_GPU, check_op, kernels_run_here, names_in, normal
 from pallas_kernels import Packed, ampere, attention, dispatch, mosaic, rope
 from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.op import attention_reference
-from pallas_kernels.flash_attention.schedule import Call
+from pallas_kernels.flash_attention.schedule import Call, schedule_of
 
 KERNELS = tuple(f"general_attention_{name}" for name in ("forward", "backward_dq", "backward_dkv"))
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -138,7 +138,7 @@ def test_another_name_of_a_form_is_an_error(monkeypatch):
 def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width):
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
     call = Call((512, 512), True, 1.0, 24, None, None, general=True, tight=tight)
-    s = general.general_schedule(kernel, q, q, call, None, packed=False)
+    s = schedule_of(q, q, general.tiles(kernel, width, call), call, kernel == "backward_dkv")
     assert s.width == width
     buffers = general.scratch(kernel, s).values()
     used = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)

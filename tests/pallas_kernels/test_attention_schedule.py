@@ -82,7 +82,7 @@ def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
     q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
     call = schedule.Call((2048, 2048), True, 1.0, 132, None, None)
     tiles = schedule.Tiles(2, 128, 3, False, 16)
-    s = schedule.schedule_of(q, q, tiles, call, None, block=128, packed=False)
+    s = schedule.schedule_of(q, q, tiles, call)
     row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))
     assert len(set(zip(row.tolist(), head.tolist(), strict=True))) == s.grid == 16 * pairs
     np.testing.assert_array_equal(row[: 2 * section], np.repeat([15 * 128, 14 * 128], section))
