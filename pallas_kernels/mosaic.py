@@ -124,6 +124,17 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def place(*axes) -> jax.sharding.NamedSharding | None:
+    """`out_sharding` of a result with these axes, (array, slice) in order; None: JAX needs none.
+
+    On a mesh with explicit axes JAX does not choose it where a gather, a scatter or a matmul could
+    lie in several ways.
+    """
+    given = [(jax.typeof(x).sharding, part) for x, part in axes]
+    spec = tuple(axis for of, part in given for axis in of.spec[part])
+    return next((of.update(spec=spec) for of, _ in given if any(of.spec)), None)
+
+
 def _check_interpreter(threads: int) -> None:
     """Raises RuntimeError where JAX's interpreter would hang: a warpgroup takes an XLA thread."""
     if not dispatch.interpreting():

@@ -213,9 +213,11 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32
     a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))
     contracted = tuple(range(a.ndim - axes, a.ndim)), tuple(range(b.ndim - axes, b.ndim))
+    place = mosaic.place((a, slice(-axes)), (b, slice(-axes)))
     y = lax.dot_general(
-        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide
-    )
+        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide,
+        out_sharding=place,
+    )  # fmt: skip
     return y.astype(dtype)
 
 
