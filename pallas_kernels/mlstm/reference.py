@@ -130,9 +130,8 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
         return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
 
     # Zeros (B,H), with which the carries vary over a mesh as the results do, which JAX checks.
-    none = (lax.stop_gradient(x[:0]) for x in (k, v, a, keeps, *(x[None] for x in state)))
-    zeros = (jnp.sum(x, (0, *range(3, x.ndim)), dtype=g.dtype) for x in none)
-    zero = functools.reduce(jnp.add, zeros)
+    zeros = lambda x: jnp.sum(lax.stop_gradient(x[:0]), (0, *range(3, x.ndim)), dtype=g.dtype)
+    zero = functools.reduce(jnp.add, map(zeros, (k, v, a, keeps, *(x[None] for x in state))))
     c, n, m = (x + lax.expand_dims(zero, range(2, x.ndim)) for x in state)
     m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
     m_before = hold(m_before)

@@ -227,9 +227,7 @@ def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Floa
         w = unpack(weight.words, weight.bits, weight.format) * _across(weight, weight.scales)
         if weight.offsets is not None:
             w = w + _across(weight, weight.offsets)
-    w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
-    # XLA may drop a conversion that it undoes afterwards, but never this.
-    return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
+    return mosaic.rounded(w[: weight.shape[0], : weight.shape[1]], dtype).astype(dtype)
 
 
 def check_packed(weight) -> None:
@@ -280,7 +278,7 @@ def _quantize(w, bits, group, symmetric, format):
         a = jnp.pad(a, ((0, groups - a.shape[0]), (0, -shape[1] % COLUMNS)))
         return a.reshape(groups, -1, 2, COLUMNS // 2).transpose(1, 0, 3, 2)
 
-    offsets = None if symmetric else by_columns(offset * unit)
+    offsets = None if offset is None else by_columns(offset * unit)
     return QuantizedWeight(words, by_columns(s * unit), offsets, shape, bits, group, format)
 
 
