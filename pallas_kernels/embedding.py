@@ -79,7 +79,8 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None):
     stat = mosaic.stat_dtype(wte.dtype)
     tokens = jnp.clip(tokens, 0, wte.shape[0] - 1)
     # Casting before the gather sums the gradient in float32; XLA fuses the cast.
-    y = wte.astype(stat)[tokens]
+    place = mosaic.place((tokens, slice(None)), (wte, slice(1, None)))
+    y = wte.astype(stat).at[tokens].get(out_sharding=place)
     if wpe is not None:
         y += wpe[: tokens.shape[1]].astype(stat)
     return y.astype(wte.dtype if dtype is None else dtype)

@@ -49,7 +49,7 @@ def segments(*ids: Ids) -> tuple[jax.Array, ...]:
         return tuple(map(_int32, ids))
     # Each id becomes the number of different smaller ids in its row.
     keys = [jnp.concatenate(part, axis=-1) for part in zip(*map(_words, ids), strict=True)]
-    place = lax.broadcasted_iota(jnp.int32, keys[0].shape, 1)
+    place = jnp.zeros_like(keys[0], jnp.int32) + jnp.arange(keys[0].shape[-1], dtype=jnp.int32)
     *keys, place = lax.sort((*keys, place), num_keys=len(keys))
     new = jnp.stack([key[..., 1:] != key[..., :-1] for key in keys]).any(0)
     new = jnp.concatenate([jnp.zeros_like(place[..., :1], bool), new], axis=-1)

@@ -124,6 +124,21 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def place(*axes) -> jax.sharding.NamedSharding | None:
+    """`out_sharding` of a result with these axes, (array, slice) in order: JAX chooses none for
+    gathers, scatters and some matmuls on a mesh with explicit axes, and needs none elsewhere.
+    """
+    given = [(jax.typeof(x).sharding, part) for x, part in axes]
+    spec = tuple(axis for of, part in given for axis in of.spec[part])
+    return next((of.update(spec=spec) for of, _ in given if any(of.spec)), None)
+
+
+def rounded(x, dtype) -> jax.Array:
+    """x rounded to dtype, in its own dtype: XLA may remove a cast to and fro, but never this."""
+    to = jnp.finfo(dtype)
+    return lax.reduce_precision(x, to.nexp, to.nmant)
+
+
 def _check_interpreter(threads: int) -> None:
     """Raises RuntimeError where JAX's interpreter would hang: a warpgroup takes an XLA thread."""
     if not dispatch.interpreting():
@@ -264,10 +279,8 @@ def lossy_softcap(softcap: float | None) -> str | None:
 
 def too_many(**counts: int) -> str | None:
     """Which of these numbers the kernels, whose indices are int32, cannot count to, or None."""
-    for name, count in counts.items():
-        if count >= 2**31:
-            return f"{name}={count} is more than {2**31 - 1}"
-    return None
+    over = (f"{name}={n} is more than {2**31 - 1}" for name, n in counts.items() if n >= 2**31)
+    return next(over, None)
 
 
 def unsupported_dtype(**arrays) -> str | None:
@@ -289,10 +302,8 @@ def mixed_dtypes(**arrays) -> str | None:
 
 def empty(**arrays) -> str | None:
     """Why the kernels do not support these shapes (an array is empty), or None."""
-    for name, x in arrays.items():
-        if x is not None and x.size == 0:
-            return f"{name} has shape {x.shape}, without elements"
-    return None
+    found = ((name, x) for name, x in arrays.items() if x is not None and x.size == 0)
+    return next((f"{name} has shape {x.shape}, without elements" for name, x in found), None)
 
 
 def not_a_multiple(n: int, **sizes: int) -> str | None:

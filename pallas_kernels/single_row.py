@@ -89,15 +89,12 @@ def row_linear(
     return dispatch.run("row_linear", FORMS, implementation, x, weights, biases, **options)
 
 
-def row_linear_reference(x, weights, biases=None, **options) -> tuple:
-    """The formula in jnp, in float32."""
-    weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
-    return _rows(x, weights, biases, **options, kernel=False)
+row_linear_reference = functools.partial(row_linear, implementation="xla")
 
 
 def _rows(
-    x, weights, biases, *, norm_weight=None, norm_bias=None, norm_eps=1e-5, centered=True,
-    activation=None, residual=None, kernel=True,
+    x, weights, biases, *, norm_weight, norm_bias, norm_eps, centered, activation, residual,
+    kernel=True,
 ):  # fmt: skip
     norm = None if norm_weight is None else (norm_weight, norm_bias)
     residual = None if residual is None else residual.reshape(-1)
@@ -199,7 +196,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
         x = x * rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
         x = x if norm[1] is None else x + norm[1].astype(dtype)
     if _packed(weights):
-        x = _rounded(x, given.dtype)
+        x = mosaic.rounded(x, given.dtype)
         ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]
     else:
         ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
@@ -211,12 +208,6 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     if residual is not None:
         ys = [ys[0] + residual.astype(dtype)]
     return tuple(y.astype(t) for y, t in zip(ys, _dtypes(given, weights, residual), strict=False))
-
-
-def _rounded(x, dtype):
-    """x rounded to dtype, in its own dtype; XLA on a GPU removes a cast to and fro."""
-    to = jnp.finfo(dtype)
-    return x if dtype == x.dtype else lax.reduce_precision(x, to.nexp, to.nmant)
 
 
 def _dtypes(x, weights, residual) -> list:
@@ -365,5 +356,5 @@ def _normed(p: SingleRowPlan, x_ref, norm, columns):
 
 FORMS = (
     Form("general", _rows, "sm_80", why_not, why_slower),
-    Form("xla", row_linear_reference),
+    Form("xla", functools.partial(_rows, kernel=False)),
 )

@@ -193,7 +193,8 @@ def _append(k, v, new, lengths):
         # For a scatter of one row XLA for GPUs checks the bounds, in two kernels.
         if len(slots) == 1:
             return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
-        return kept.at[jnp.arange(len(slots)), slots].set(new, unique_indices=True)
+        at = kept.at[jnp.arange(len(slots)), slots]
+        return at.set(new, unique_indices=True, out_sharding=mosaic.place((kept, slice(None))))
 
     return [write(k, new[0]), write(v, new[1])]
 

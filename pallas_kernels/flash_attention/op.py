@@ -74,8 +74,9 @@ def attention(
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     return_lse: also returns the natural log of the sum of exp(logits), float32, differentiable.
 
-    A query that sees no key gets zeros and lse = -inf.  P and dS are rounded to the inputs' dtype
-    before they are multiplied by V, K and Q.
+    A query that sees no key gets zeros and lse = -inf.  One whose visible logits are all -inf (of
+    an infinity in q or k) gets NaN, but zeros from the kernels with a window of less than 128 or
+    segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """

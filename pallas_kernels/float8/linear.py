@@ -124,25 +124,21 @@ def _sizes(x, weight) -> dict[str, int]:
 
 def _rounded(a):
     """a rounded to e4m3, in float32; its gradient passes unchanged."""
-    if a.dtype == jnp.float64:
-        return a
-    wide = a.astype(jnp.float32)
+    wide = a.astype(mosaic.stat_dtype(a.dtype))
     return wide + lax.stop_gradient(_as_rounded(a, FORWARD) - wide)
 
 
 def _as_rounded(a, dtype):
-    """a as the cast rounds it, in float32."""
+    """a as the cast rounds it, in float32; float64 as it is."""
+    if a.dtype == jnp.float64:
+        return a
     rounded = cast(lax.stop_gradient(a), dtype, kernel=False)
     return rounded.values.astype(jnp.float32) * rounded.inverse
 
 
-def _rounded_gradient(_, dy):
-    if dy.dtype == jnp.float64:
-        return (dy,)
-    return (_as_rounded(dy, BACKWARD).astype(dy.dtype),)
-
-
-_round_gradient = with_gradient(lambda y: (y, None), _rounded_gradient)
+_round_gradient = with_gradient(
+    lambda y: (y, None), lambda _, dy: (_as_rounded(dy, BACKWARD).astype(dy.dtype),)
+)
 
 
 def _linear_forward(x, weight, bias, row_norm, total, kernel):
@@ -214,8 +210,9 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))
     contracted = tuple(range(a.ndim - axes, a.ndim)), tuple(range(b.ndim - axes, b.ndim))
     y = lax.dot_general(
-        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide
-    )
+        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide,
+        out_sharding=mosaic.place((a, slice(-axes)), (b, slice(-axes))),
+    )  # fmt: skip
     return y.astype(dtype)
 
 

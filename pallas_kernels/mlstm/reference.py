@@ -129,9 +129,10 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
         g, a_max, keep = x
         return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
 
-    # 0, with which the carries vary over a mesh as the results do, which shard_map checks.
-    zero = sum(jnp.sum(lax.stop_gradient(x[:0]), dtype=g.dtype) for x in (k, v, a, keeps, *state))
-    c, n, m = (x + zero for x in state)
+    # Zeros (B,H), with which the carries vary over a mesh as the results do, which JAX checks.
+    zeros = lambda x: jnp.sum(lax.stop_gradient(x[:0]), (0, *range(3, x.ndim)), dtype=g.dtype)
+    zero = functools.reduce(jnp.add, map(zeros, (k, v, a, keeps, *(x[None] for x in state))))
+    c, n, m = (x + lax.expand_dims(zero, range(2, x.ndim)) for x in state)
     m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
     m_before = hold(m_before)
     m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
@@ -188,6 +189,7 @@ def _sums_between(lf):
     sums = between[..., None, :, None] + within[..., None, None, :, -1, :] + begins[..., None, None]
     same = jnp.eye(blocks, dtype=bool)[:, None, :, None]
     sums = jnp.where(same, within[..., None, :], sums)  # (...,blocks,width,blocks,width)
+    sums = sums.reshape(*sums.shape[:-2], blocks * width)
     sums = sums.reshape(*lf.shape[:-2], blocks * width, blocks * width)
     return sums[..., :length, :length]
 

@@ -114,9 +114,7 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
     s, dtype = x, x.dtype
     if x_bias is not None:
-        # Without this XLA may leave the rounding to x's dtype out.
-        info = jnp.finfo(dtype)
-        s = lax.reduce_precision(s + x_bias.astype(dtype), info.nexp, info.nmant)
+        s = mosaic.rounded(s + x_bias.astype(dtype), dtype)
     if residual is not None:
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)

@@ -227,9 +227,7 @@ def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Floa
         w = unpack(weight.words, weight.bits, weight.format) * _across(weight, weight.scales)
         if weight.offsets is not None:
             w = w + _across(weight, weight.offsets)
-    w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
-    # XLA may drop a conversion that it undoes afterwards, but never this.
-    return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
+    return mosaic.rounded(w[: weight.shape[0], : weight.shape[1]], dtype).astype(dtype)
 
 
 def check_packed(weight) -> None:
@@ -265,10 +263,13 @@ def _quantize(w, bits, group, symmetric, format):
     shape, w = w.shape, w.astype(jnp.float32)
     kept, places = _largest_two(w) if format == "2:4" else (None, None)
     by_group = lambda a: a.reshape(-1, group or shape[0], shape[1])
-    chosen = None if kept is None else by_group(kept)
-    s, offset = _scales(by_group(w), chosen, bits, symmetric, format)
-    s = jnp.where(by_group(jnp.isfinite(w)).all(1), s, jnp.nan)
-    codes = _encode(by_group(w), s, offset, bits, format).reshape(shape)
+    w, chosen = by_group(w), None if kept is None else by_group(kept)
+    # A power of 2: in its units no range, sum or square of a group leaves float32.
+    unit = lax.reduce_precision(jnp.abs(w).max(1), 8, 0).clip(2.0**-126, 2.0**126)
+    unit = jnp.where(jnp.isfinite(w).all(1), unit, jnp.nan)
+    w, unit = w / unit[:, None], unit.astype(jnp.bfloat16)
+    s, offset = _scales(w, chosen, bits, symmetric, format)
+    codes = _encode(w, s, offset, bits, format).reshape(shape)
     words = _pack(codes, bits) if places is None else _pack_pairs(codes, places, bits)
     padded = words.shape[1] * (256 if places is not None else 256 // bits)
     groups = mosaic.cdiv(padded, group) if group else 1
@@ -277,8 +278,8 @@ def _quantize(w, bits, group, symmetric, format):
         a = jnp.pad(a, ((0, groups - a.shape[0]), (0, -shape[1] % COLUMNS)))
         return a.reshape(groups, -1, 2, COLUMNS // 2).transpose(1, 0, 3, 2)
 
-    offsets = None if symmetric else by_columns(offset)
-    return QuantizedWeight(words, by_columns(s), offsets, shape, bits, group, format)
+    offsets = None if offset is None else by_columns(offset * unit)
+    return QuantizedWeight(words, by_columns(s * unit), offsets, shape, bits, group, format)
 
 
 def _largest_two(w):
@@ -307,12 +308,9 @@ def _scales(w, kept, bits, symmetric, format):
             return s, None
         return s, (middle - s.astype(jnp.float32) * (low + high) / 2).astype(jnp.bfloat16)
 
-    unit = lax.reduce_precision(reach, 8, 0)[:, None]  # a power of 2: no square leaves float32
-
     def error(clip):
         s, offset = at(clip)
         off = _decode(_encode(w, s, offset, bits, format), s, offset, bits, format) - w
-        off = off / jnp.where(unit == 0, 1, unit)
         return jnp.sum(jnp.square(off if kept is None else jnp.where(kept, off, 0)), 1)
 
     clips = jnp.asarray(_CLIPS, jnp.float32)

@@ -4,6 +4,7 @@ In a loop XLA joins a kernel with the slices that it reads and writes, which a k
 place must not be: natively it once left zeros.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_checks import NO_KERNEL, ON_GPU, kernels_run_here, normal
 from small_calls import CASES
@@ -86,3 +87,61 @@ def test_in_a_shard_map_that_checks_varying_types(name):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(of_a_member, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     jax.eval_shape(run, arrays, list(map(jnp.asarray, whole)))
+
+
+def quantized(x, **options):
+    return ops.quantized_linear(x, ops.quantize(normal(9, (64, 32)), group=64), **options)
+
+
+HEADS, GATES = (4, 16, 2, 16), (4, 16, 2)
+EXPLICIT = {  # op(*arrays, implementation=), shapes of arrays split by batch, of whole ones, of ids
+    "norm": (ops.layer_norm, [(4, 16, 64)], [(64,), (64,)], []),
+    "mlp": (ops.mlp, [(4, 16, 64)], [(64, 32), (32, 64)], []),
+    "fp8_linear": (ops.fp8_linear, [(4, 16, 64)], [(64, 32), (32,)], []),
+    "quantized_linear": (quantized, [(4, 16, 64)], [], []),
+    "rope": (lambda q, ids, **o: ops.rope(q, q, ids, **o), [HEADS], [], [(4, 16)]),
+    "loss": (ops.linear_cross_entropy, [(4, 16, 64)], [(50, 64)], [(4, 16)]),
+    "encoder": (
+        lambda wte, wpe, ids, **o: ops.encoder(ids, wte, wpe, **o),
+        [],
+        [(50, 64), (16, 64)],
+        [(4, 16)],
+    ),
+    "attention": (
+        lambda q, ids, **o: ops.attention(q, q, q, segment_ids=ids.astype("uint32"), **o),
+        [HEADS],
+        [],
+        [(4, 16)],
+    ),
+    "decode_attention": (  # without a gradient
+        lambda q, new, ids, **o: ops.decode_attention(
+            *jax.lax.stop_gradient((new, q, q)), ids, new=(new, new), theta=1e4, **o
+        )[0],
+        [HEADS, (4, 1, 2, 16)],
+        [],
+        [(4,)],
+    ),
+    "vlstm": (lambda q, i, **o: ops.vlstm(q, q, q, i, i, **o), [HEADS, GATES], [], []),
+}
+
+
+@pytest.mark.parametrize("in_mesh", [False, True])
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_on_a_mesh_with_explicit_axes(name, in_mesh):
+    """JAX's default mesh, where it refuses a gather or a matmul that could lie in several ways."""
+    op, split, whole, ids = EXPLICIT[name]
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    of = lambda dtype, *spec: (
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    )
+    floats = [*map(of(jnp.float32, "d"), split), *map(of(jnp.float32), whole)]
+    ids = list(map(of(jnp.int32, "d"), ids))
+
+    def run(floats, ids):
+        y, pull = jax.vjp(lambda *a: op(*a, *ids, implementation="xla"), *floats)
+        return pull(y)
+
+    with jax.sharding.use_abstract_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        gradients = jax.eval_shape(run, floats, ids)
+    expected = ["d"] * len(split) + [None] * len(whole)
+    assert [x.sharding.spec[0] for x in gradients] == expected
