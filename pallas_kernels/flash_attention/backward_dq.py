@@ -38,7 +38,7 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
     if head_dim <= 96:
         return Tiles(2, 64, 3, True, 16)
     # At 256 as much as shared memory and registers hold.
-    return Tiles(2, 64, 3 if head_dim <= 128 else 2, False, 0)
+    return Tiles(2, 64, 3, False, 8) if head_dim <= 128 else Tiles(2, 64, 2, False, 16)
 
 
 def ahead(s: Schedule) -> int:

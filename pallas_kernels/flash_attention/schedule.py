@@ -58,7 +58,7 @@ class Tiles(NamedTuple):
     # True: a block for each SM, which takes several work items and loads the next one's rows while
     # it works on this one's.  False: a block for each item, which the hardware hands out.
     persistent: bool
-    section: int  # MiB of streamed operands of the heads worked on at a time; 0: of one head
+    section: int  # MiB of streamed operands of the heads worked on at a time
     block: int = 0  # rows of a block, if not 64 for each warpgroup
 
 
