@@ -34,6 +34,7 @@ NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
     "matplotlib": "matplotlib",
     "tensorboardx": "tensorboardX",
 }
+FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "chat": ("jaxllm.infer.chat", "talk with a chat model"),
@@ -77,6 +78,9 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
+    # Settings for a user's other programs would make numbers float64, or stop optax and transfers.
+    for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
+        del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxllm import terminal

@@ -102,6 +102,16 @@ def test_a_wrong_environment_is_one_line(setting, message):
     assert "Traceback" not in done.stderr
 
 
+def test_settings_for_other_programs_do_not_reach_a_command():
+    """With 64 bits parameters would be float64; optax promotes integers to floats."""
+    settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+    settings |= {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_TRANSFER_GUARD": "disallow"}
+    show = "; ".join(f"print(jax.config.{name.lower()})" for name in settings)
+    words = f"try: main(['generate', '--help'])\nexcept SystemExit: import jax; {show}"
+    done = python("-c", f"from jaxllm.commands import main\n{words}", environment=settings)
+    assert done.stdout.split()[-4:] == ["False", "standard", "allow", "None"], done
+
+
 @pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", "prepare"]], ids=str)
 def test_every_help_has_at_most_100_columns(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
