@@ -134,11 +134,12 @@ def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str]]:
     options = {name: value for name, value in options.items() if value is not None}
     stops = options.pop("until", [])
     limits = [options.pop(name) for name in _LIMITS if name in options]
-    if not options.pop("do_sample", True):
+    sampled = options.pop("do_sample", None)
+    if sampled is not None and not sampled:
         options["temperature"] = 0
     kinds = {"tokens": int, "temperature": float, "top_k": int, "top_p": float}
-    # "hf" is greedy without a temperature; transformers' top_k is 50.
-    given = {"tokens": (limits or [TOKENS])[0], "temperature": 0, "top_k": 50} | options
+    # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
+    given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled), "top_k": 50} | options
     if unknown := options.keys() - set(kinds):
         raise InputError(
             f"generation_kwargs: {min(unknown)} is not supported; only until,"
