@@ -10,7 +10,7 @@ from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import Found, find_files, is_prepared
+from jaxllm.data.paths import Found, by_split, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -52,7 +52,9 @@ def open_dataset(
         found, val_found = paths["val_path"], Found([])
     else:
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
-        val_found = paths.get("val_path", Found([]))
+        val_found = paths.get("val_path")
+        if val_found is None:
+            found, val_found = by_split(config.source, found)
     asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
     separator = None
     if config.source == "chat":
@@ -155,11 +157,6 @@ def _open_shards(asked: _Asked):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
-    elif not val_files:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
-        val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
-        if len(val_files) == len(files):  # the path names only validation shards
-            val_files = []
-        files = [file for file in files if file not in val_files]
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
@@ -184,8 +181,7 @@ def _open_shards(asked: _Asked):
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
-    trained = len(files) if val_found.files else len(found.files)
-    what = f"shards: {_describe(asked, trained)}"
+    what = f"shards: {_describe(asked, len(files) + len(val_files) * only_val)}"
     return train, val, tokenizer, size, digest("shards", digests), what
 
 

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import gzip
 import os
+import re
 import stat
 import sysconfig
 import zlib
@@ -24,6 +25,11 @@ _SUFFIXES = {
     "parquet": (".parquet",),
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
+}
+_SPLITS = {"training": "train", "train": "train"} | {
+    name: split
+    for split, names in (("val", "val valid validation dev"), ("test", "test testing"))
+    for name in names.split()
 }
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
@@ -91,6 +97,24 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     if not found.files:
         raise InputError(f"{key}={path} {what}{found.left_out}")
     return found
+
+
+def by_split(kind: str, found: Found) -> tuple[Found, Found]:
+    """The files to train on and to validate on, where the names of all say which, as on the Hub.
+
+    Words like train, validation and test do, of a file or a folder; of shards also val alone.
+    Otherwise all are trained on.
+    """
+    groups = {"train": [], "val": [], "test": []}
+    for name, path in found.files:
+        words = re.split(r"[^a-z0-9]+", name.lower())
+        split = next((_SPLITS[x] for x in words if x in _SPLITS), "train" * (kind == "shards"))
+        groups.setdefault(split, []).append((name, path))
+    train, val, test, *unnamed = groups.values()
+    if unnamed or not train:
+        return found, Found([])
+    more = f"; left out {len(test):,} files of a test split ({test[0][0]})" if test else ""
+    return Found(train, found.left_out + more), Found(val)
 
 
 def is_prepared(path: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.data.cache import digest
+from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
 from jaxllm.data.sources import Source, hold_out_rank
@@ -112,9 +112,8 @@ def prepare(
         raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
     if not 0 <= val_fraction < 1:
         raise InputError(f"--val_fraction={val_fraction} is not in [0, 1)")
-    files = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files]
     options = (shard_tokens, val_fraction, special, tokenizer.begin, tokenizer.finish)
-    job = digest(VERSION, source.kind, source.text_column, files, tokenizer.digest, *options)
+    job = digest(VERSION, source.digest(cache_folder(None)), tokenizer.digest, *options)
     path = out / "prepare.json"
     with own(out), contextlib.ExitStack() as stack:
         state = _begun(path, job, tokenizer)
