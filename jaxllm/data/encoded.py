@@ -22,7 +22,7 @@ from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import PREPARED, is_prepared
 from jaxllm.data.shards import ShardWriter, open_shard
-from jaxllm.data.sources import Record, Source, hold_out_rank
+from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
@@ -209,13 +209,12 @@ class Fitted:
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by conversations' hashes, for validation: at least one each."""
-        least, most = self._ranks.min(), self._ranks.max()
-        if least == most:
+        if self._ranks.min() == self._ranks.max():
             raise InputError(
                 "the data has one conversation, and none to hold out for validation: name some"
                 " with data.val_path"
             )
-        held = self._ranks < min(max(fraction, np.nextafter(least, 1)), most)
+        held = self._ranks < hold_out_below(self._ranks, fraction)
         return self._packed(~held), self._packed(held)
 
     def _packed(self, chosen: np.ndarray) -> Packed:

@@ -100,10 +100,9 @@ class ShardWriter:
         self._magic = format_for(vocab_size)
         self._version, self._dtype, _ = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize
+        if keep and not (path.exists() and path.stat().st_size >= end):
+            raise InputError(f"{path} is missing or shorter than {keep} tokens; delete its folder")
         self._file = open(path, "r+b" if keep else "wb")
-        if keep and path.stat().st_size < end:
-            self._file.close()
-            raise InputError(f"{path} is damaged: fewer than {keep} tokens; delete its folder")
         self._file.truncate(end)
         self._file.seek(end)
 

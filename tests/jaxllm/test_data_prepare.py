@@ -289,7 +289,7 @@ def test_a_missing_or_truncated_partial_file_is_reported(data, capsys, monkeypat
     (partial,) = (data / "out").glob(".train_*.partial")
     content = partial.read_bytes()
     partial.write_bytes(content[:1026])
-    assert "is damaged: fewer than" in error_of(capsys, command(data))
+    assert "tokens; delete its folder" in error_of(capsys, command(data))
     partial.unlink()
     assert "is missing" in error_of(capsys, command(data))
     partial.write_bytes(content)
