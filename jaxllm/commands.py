@@ -16,24 +16,13 @@ from jaxllm import __version__
 
 OLDEST = (3, 12)  # pyproject.toml has the same
 NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "flax": "flax",
-    "optax": "optax",
-    "orbax-checkpoint": "orbax",
-    "grain": "grain",
-    "jaxtyping": "jaxtyping",
-    "pydantic": "pydantic",
-    "pyyaml": "yaml",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "pyarrow": "pyarrow",
-    "rich": "rich",
-    "jinja2": "jinja2",
-    "prompt_toolkit": "prompt_toolkit",
-    "matplotlib": "matplotlib",
-    "tensorboardx": "tensorboardX",
+    name: name
+    for name in (
+        "jax jaxlib flax optax grain jaxtyping pydantic safetensors tokenizers pyarrow rich jinja2"
+        " prompt_toolkit matplotlib"
+    ).split()
 }
+NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
 FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),

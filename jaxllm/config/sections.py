@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from jaxllm.config import yaml_text
 from jaxllm.config.model import (
     Count,
+    File,
     Fraction,
     ModelConfig,
     Name,
@@ -31,12 +32,12 @@ class DataConfig(Section):
         description="format of the data; stdlib: the source text of Python's own library, which"
         " needs no path; chat: conversations in JSON lines and parquet, or prepared",
     )
-    path: Name | None = Field(None, description="file, folder or glob of the training data")
-    val_path: Name | None = Field(
+    path: File | None = Field(None, description="file, folder or glob of the training data")
+    val_path: File | None = Field(
         None, description="file, folder or glob of the validation data; null: hold out a part"
     )
     text_column: Name = Field("text", description="column of the text in JSON lines and parquet")
-    tokenizer: Name | None = Field(
+    tokenizer: File | None = Field(
         None, description="a tokenizer.json or its folder; null: train a byte-level BPE on the data"
     )
     special_tokens: Literal["text", "tokens"] = Field(
@@ -50,7 +51,7 @@ class DataConfig(Section):
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="number of entries of the trained tokenizer"
     )
-    cache_dir: Name | None = Field(
+    cache_dir: File | None = Field(
         None,
         description="folder for trained tokenizers and encoded text; null: jaxllm in"
         " $XDG_CACHE_HOME or ~/.cache",
