@@ -269,22 +269,18 @@ class Config(Section):
                 f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} is"
                 f" {tokens} tokens per step; the limit is {2**31 - 1}"
             )
-        if getattr(self.model, "lora", None) is not None:
-            self._check_lora()
+        if (lora := getattr(self.model, "lora", None)) and self.model.init_from is None:
+            raise ValueError("model.lora needs model.init_from, the weights that it adapts")
+        if lora and self.train.fp8 != "none":
+            raise ValueError(
+                f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
+            )
         if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
                 f" its end is at most {self.train.steps + 1}"
             )
         return self
-
-    def _check_lora(self) -> None:
-        if self.model.init_from is None:
-            raise ValueError("model.lora needs model.init_from, the weights that it adapts")
-        if self.train.fp8 != "none":
-            raise ValueError(
-                f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
-            )
 
     def to_yaml(self) -> str:
         """The complete configuration as YAML, which `load` reads back."""

@@ -89,16 +89,13 @@ def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found
 
     training: as for `open_dataset`.  Raises InputError for paths without the configured data.
     """
-    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
-    found = {}
-    for key in keys:
-        if (path := getattr(config, key)) is not None:
-            found[key] = find_files(config.source, path, key=f"data.{key}")
-    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
         raise InputError(
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
         )
-    return found
+    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
+    paths = {key: path for key in keys if (path := getattr(config, key)) is not None}
+    return {k: find_files(config.source, path, key=f"data.{k}") for k, path in paths.items()}
 
 
 def _describe(asked: _Asked, trained: int) -> str:
@@ -129,11 +126,8 @@ def _open_text(asked: _Asked):
         source = source.without(val_source, cache)
     what = _describe(asked, len(source.files))
 
-    content = source.digest(cache)
-    if config.tokenizer is None:
-        path = cached_tokenizer(source, content, held_out, config.tokenizer_vocab_size, cache)
-    else:
-        path = config.tokenizer
+    content, entries = source.digest(cache), config.tokenizer_vocab_size
+    path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
     tokenizer = Tokenizer(path, end_token=config.end_token)
     _vocabulary(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
@@ -165,14 +159,12 @@ def _open_shards(asked: _Asked):
         if (end := page.get("end_token")) not in (None, config.end_token):
             raise InputError(f"{folder} was prepared with --end_token {end}: set data.end_token")
 
-    paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
-    if config.tokenizer is not None:
-        paths.insert(0, Path(config.tokenizer))
+    paths = [config.tokenizer, *(folder / "tokenizer.json" for folder in folders)]
+    paths = [Path(path) for path in paths if path and Path(path).exists()]
     tokenizers = [Tokenizer(path, end_token=config.end_token) for path in paths]
-    tokenizer = tokenizers[0] if tokenizers else None
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
-    if tokenizer is not None:
+    if tokenizer := next(iter(tokenizers), None):
         size = _vocabulary(tokenizer, vocab_size)
     else:
         size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
