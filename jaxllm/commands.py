@@ -4,6 +4,7 @@ This file imports only the standard library, and Python 3.6 can parse it: a Pyth
 or lacks JAX prints one line that says what to install, and --help is immediate.
 """
 
+import difflib
 import errno
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
     ).split()
 }
 NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
-FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD")
+FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD", "JAX_DISABLE_JIT")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "chat": ("jaxllm.infer.chat", "talk with a chat model"),
@@ -48,8 +49,6 @@ def main(argv=None):
     if name == "--version":
         return _print(f"jaxllm {__version__}")
     if name not in COMMANDS:
-        import difflib
-
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
         return _error(f"unknown command {name!r}; {hint}")
@@ -67,7 +66,7 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
-    # Settings for a user's other programs would make numbers float64, or stop optax and transfers.
+    # Of a user's other programs: float64 numbers, and errors of optax, transfers, compilation.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
         del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use

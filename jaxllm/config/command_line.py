@@ -103,12 +103,6 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
-_SAID = {  # {part of an error's message: what it means here}
-    "Disable jit": "JAX_DISABLE_JIT is set: unset it",  # JAX compiles nothing ahead of time then
-    "determine home directory": "no home directory for ~: set HOME, or name the folder in full",
-}
-
-
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
@@ -127,7 +121,9 @@ def exit_status(
         error_line(str(error))
         return 2 if isinstance(error, InputError) else 1
     except (AssertionError, RuntimeError, ValueError) as error:
-        why = next((why for said, why in _SAID.items() if said in str(error)), None) or _no_device()
+        why = _no_device()
+        if "determine home directory" in str(error):
+            why = "no home directory for ~: set HOME, or name the folder in full"
         if why is None:
             raise
         error_line(why)
@@ -317,7 +313,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     check_writable(args.out_dir, "out_dir ")
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
-    stored_path = args.out_dir / "config.yaml"
+    stored_path = str(args.out_dir / "config.yaml")
     if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
     if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
@@ -325,8 +321,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
             f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
             " add --restart to begin again and replace its metrics"
         )
-    stored = load(str(stored_path))
-    wanted = load(args.config or str(stored_path), overrides)
+    stored, wanted = load(stored_path), load(args.config or stored_path, overrides)
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
 

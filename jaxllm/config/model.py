@@ -22,13 +22,9 @@ Name = Annotated[str, Field(min_length=1)]
 File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
 FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
-    "int8": ("int", 8),
-    "int4": ("int", 4),
-    "int2": ("int", 2),
-    "int1": ("int", 1),
+    **{f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)},
     "fp8": ("fp8", 8),
-    "2:4-int8": ("2:4", 8),
-    "2:4-int4": ("2:4", 4),
+    **{f"2:4-int{bits}": ("2:4", bits) for bits in (8, 4)},
 }
 
 

@@ -29,10 +29,8 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """The messages of a record in one of the four forms, and how many are a prompt without loss."""
     given = {name: value for name, value in values.items() if value is not None}
     asked = 0
-    if "messages" in given:
-        messages = _said("messages", given["messages"])
-    elif "conversations" in given:
-        messages = _said("conversations", given["conversations"])
+    if key := next((key for key in ("messages", "conversations") if key in given), None):
+        messages = _said(key, given[key])
     elif "prompt" in given and "completion" in given:
         messages = _said("prompt", given["prompt"], "user")
         asked = len(messages)

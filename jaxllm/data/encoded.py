@@ -203,9 +203,9 @@ class Fitted:
         self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
         self._ranks = encoded.ranks[kept]
 
-    def rows(self, *, none: bool = False) -> Packed:
-        """Rows of all conversations, or of none."""
-        return self._packed((self._ranks >= 0) & (not none))
+    def rows(self) -> Packed:
+        """Rows of all conversations."""
+        return self._packed(slice(None))
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by conversations' hashes, for validation: at least one each."""
@@ -217,5 +217,5 @@ class Fitted:
         held = self._ranks < hold_out_below(self._ranks, fraction)
         return self._packed(~held), self._packed(held)
 
-    def _packed(self, chosen: np.ndarray) -> Packed:
+    def _packed(self, chosen: np.ndarray | slice) -> Packed:
         return Packed(self._entries, self._spans[chosen], self._seq_len)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
+from jaxllm.data.packing import Packed
 from jaxllm.data.paths import Found, by_split, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
@@ -21,18 +22,6 @@ if TYPE_CHECKING:  # only types need it, and it is slow to import
     from jaxllm.config import DataConfig
 
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
-
-
-class _Asked(NamedTuple):
-    """What `open_dataset` was asked for, and the files that it found."""
-
-    config: DataConfig
-    found: Found
-    val_found: Found
-    cache: Path
-    vocab_size: int | None
-    only_val: bool
-    seq_len: int
 
 
 def open_dataset(
@@ -55,13 +44,13 @@ def open_dataset(
         val_found = paths.get("val_path")
         if val_found is None:
             found, val_found = by_split(config.source, found)
-    asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
+    asked = (config, found, val_found, cache, vocab_size, only_val)
     separator = None
     if config.source == "chat":
-        train, val, tokenizer, size, fingerprint, what = _open_chat(asked)
+        train, val, tokenizer, size, fingerprint, what = _open_chat(*asked, seq_len)
     else:
         opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, size, fingerprint, what = opened(asked)
+        train, val, tokenizer, size, fingerprint, what = opened(*asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -98,9 +87,8 @@ def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found
     return {k: find_files(config.source, path, key=f"data.{k}") for k, path in paths.items()}
 
 
-def _describe(asked: _Asked, trained: int) -> str:
+def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) -> str:
     """For people: the files of data.path and of data.val_path; raises InputError if none trains."""
-    config, found, val_found, *_ = asked
     if not trained:
         raise InputError(
             f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose"
@@ -114,8 +102,9 @@ def _describe(asked: _Asked, trained: int) -> str:
     return text
 
 
-def _open_text(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, _ = asked
+# Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
+# tokenizer, vocabulary, fingerprint, a line about them).
+def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
@@ -124,7 +113,7 @@ def _open_text(asked: _Asked):
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
         source = source.without(val_source, cache)
-    what = _describe(asked, len(source.files))
+    what = _describe(config, found, val_found, len(source.files))
 
     content, entries = source.digest(cache), config.tokenizer_vocab_size
     path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
@@ -146,8 +135,7 @@ def _open_text(asked: _Asked):
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, _ = asked
+def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
@@ -173,16 +161,15 @@ def _open_shards(asked: _Asked):
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
-    what = f"shards: {_describe(asked, len(files) + len(val_files) * only_val)}"
+    what = f"shards: {_describe(config, found, val_found, len(files) + len(val_files) * only_val)}"
     return train, val, tokenizer, size, digest("shards", digests), what
 
 
-def _open_chat(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, seq_len = asked
+def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val, seq_len):
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
     if val_found.files:
         sources[0] = sources[0].without(sources[1], cache)
-    what = f"chat: {_describe(asked, len(sources[0].files))}: "
+    what = f"chat: {_describe(config, found, val_found, len(sources[0].files))}: "
     prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
     where = config.tokenizer or next(iter(prepared), None)
     if where is None:
@@ -198,14 +185,14 @@ def _open_chat(asked: _Asked):
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:
-        train, val = fitted[0].rows(none=True), fitted[0].rows()
+        train, val = Tokens([]), fitted[0].rows()
     elif len(fitted) == 2:
         train, val = (x.rows() for x in fitted)
     else:
         train, val = fitted[0].split(VAL_FRACTION)
     what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
-        what += f"; {name}: {part.describe()}" if len(part) else ""
+        what += f"; {name}: {part.describe()}" if isinstance(part, Packed) else ""
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
     return train, val, tokenizer, size, fingerprint, what

@@ -163,10 +163,7 @@ class Source:
 
 
 def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """The objects of a file of JSON lines.
-
-    columns: names that no object may have twice.
-    """
+    """The objects of a file of JSON lines.  columns: names that no object may have twice."""
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -231,9 +228,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, OSError) and error.errno:  # from the system, not the content
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
 
