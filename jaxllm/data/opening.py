@@ -91,8 +91,9 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
     """For people: the files of data.path and of data.val_path; raises InputError if none trains."""
     if not trained:
         raise InputError(
-            f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose"
-            " files are not trained on; name other data, or omit data.val_path to hold out a part"
+            f"data.path={config.path} has no file outside the validation data"
+            f" ({val_found.files[0][1]}, ...), which is not trained on; name other data, or omit"
+            " data.val_path to hold out a part"
         )
     text = found.describe()
     if trained < len(found.files):

@@ -193,7 +193,7 @@ def test_validation_shards_are_not_trained_on(tmp_path, config):
     assert data.train.read(0, 100).tolist() == [*range(50), *range(200, 250)]
     assert data.val.read(0, 50).tolist() == [*range(100, 150)]
     config.val_path = config.path
-    with pytest.raises(InputError, match=r"has no file outside data\.val_path"):
+    with pytest.raises(InputError, match=r"has no file outside the validation data"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
 
 
