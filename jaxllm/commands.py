@@ -4,6 +4,7 @@ This file imports only the standard library, and Python 3.6 can parse it: a Pyth
 or lacks JAX prints one line that says what to install, and --help is immediate.
 """
 
+import difflib
 import errno
 import importlib
 import importlib.util
@@ -16,24 +17,14 @@ from jaxllm import __version__
 
 OLDEST = (3, 12)  # pyproject.toml has the same
 NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "flax": "flax",
-    "optax": "optax",
-    "orbax-checkpoint": "orbax",
-    "grain": "grain",
-    "jaxtyping": "jaxtyping",
-    "pydantic": "pydantic",
-    "pyyaml": "yaml",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "pyarrow": "pyarrow",
-    "rich": "rich",
-    "jinja2": "jinja2",
-    "prompt_toolkit": "prompt_toolkit",
-    "matplotlib": "matplotlib",
-    "tensorboardx": "tensorboardX",
+    name: name
+    for name in (
+        "jax jaxlib flax optax grain jaxtyping pydantic safetensors tokenizers pyarrow rich jinja2"
+        " prompt_toolkit matplotlib"
+    ).split()
 }
+NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
+FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD", "JAX_DISABLE_JIT")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "chat": ("jaxllm.infer.chat", "talk with a chat model"),
@@ -58,8 +49,6 @@ def main(argv=None):
     if name == "--version":
         return _print(f"jaxllm {__version__}")
     if name not in COMMANDS:
-        import difflib
-
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
         return _error(f"unknown command {name!r}; {hint}")
@@ -77,6 +66,9 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
+    # Of a user's other programs: float64 numbers, and errors of optax, transfers, compilation.
+    for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
+        del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxllm import terminal

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxllm.config.describe import INDENT, columns, help_text
 from jaxllm.config.loading import CONFIG_DIR, flat, load
@@ -31,60 +31,32 @@ CHANGEABLE = frozenset(
     """.split()
 )
 
-
 # Those that it may change if the command line says so: the state fits, but the losses differ.
 RATE = frozenset(
-    f"optimizer.{key}"
-    for key in (
-        "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
-    ).split()
+    """
+    optimizer.learning_rate optimizer.muon_learning_rate optimizer.schedule optimizer.warmup_steps
+    optimizer.final_fraction optimizer.decay_fraction
+    """.split()
 )
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
 
-class Arguments(NamedTuple):
-    """The parsed command line of `jaxllm train`."""
-
-    config: Config
-    out_dir: Path
-    resume: bool
-    dry_run: str | None  # "here", or GPUs like 64xH200
-    processes: int | None = None
-    process: int | None = None
-    coordinator: str | None = None
-
-
-def read(argv: list[str]) -> Arguments:
-    """Parses the command line of `jaxllm train`; raises InputError for bad input."""
+def read(argv: list[str]) -> argparse.Namespace:
+    """The options of `jaxllm train`, with `config` checked; raises InputError for bad input."""
     args, overrides = _parse(argv)
-    peers = (args.processes, args.process, args.coordinator)
     if args.resume:
-        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    out_dir = args.out_dir or _unused(Path("runs") / f"{Path(args.config).stem}-{stamp}")
-    config = _absolute(load(args.config, overrides))
-    check_free(out_dir)
-    if args.out_dir is None and (config.mesh.distributed or args.process is not None):
-        raise InputError("several processes need --out_dir: a directory that all of them see")
-    return Arguments(config, out_dir, False, args.dry_run, *peers)
-
-
-def _unused(folder: Path) -> Path:
-    """`folder`, or with a number after its name if a run of the same second has it."""
-    names = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 99))]
-    return next((name for name in names if not os.path.lexists(name)), folder)
-
-
-def _absolute(config: Config) -> Config:
-    """The configuration with absolute paths, which a run stores, so that it is found anywhere."""
-    sections = {"data": ("path", "val_path", "tokenizer", "cache_dir"), "model": ("init_from",)}
-    updated = {}
-    for name, keys in sections.items():
-        section = getattr(config, name)
-        paths = {key: getattr(section, key) for key in keys if getattr(section, key)}
-        paths = {key: os.path.abspath(Path(path).expanduser()) for key, path in paths.items()}
-        updated[name] = section.model_copy(update=paths)
-    return config.model_copy(update=updated)
+        args.config = _resumed_config(args, overrides)
+        return args
+    config = load(args.config, overrides)
+    if args.out_dir is None:
+        if config.mesh.distributed or args.process is not None:
+            raise InputError("several processes need --out_dir: a directory that all of them see")
+        name = f"runs/{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = map(Path, (name, *(f"{name}-{i}" for i in range(2, 99))))  # runs of one second
+        args.out_dir = next((path for path in names if not os.path.lexists(path)), Path(name))
+    check_free(args.out_dir)
+    args.config = config
+    return args
 
 
 _NUMBERS = {int: "N", float: "X"}  # what stands for them in --help
@@ -131,12 +103,6 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
-_SAID = {  # {part of an error's message: what it means here}
-    "Disable jit": "JAX_DISABLE_JIT is set: unset it",  # JAX compiles nothing ahead of time then
-    "determine home directory": "no home directory for ~: set HOME, or name the folder in full",
-}
-
-
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
@@ -151,14 +117,13 @@ def exit_status(
         with memory_errors(memory):
             status = run() or 0
         sys.stdout.flush()
-    except InputError as error:
+    except (InputError, RunError) as error:
         error_line(str(error))
-        return 2
-    except RunError as error:
-        error_line(str(error))
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     except (AssertionError, RuntimeError, ValueError) as error:
-        why = next((why for said, why in _SAID.items() if said in str(error)), None) or _no_device()
+        why = _no_device()
+        if "determine home directory" in str(error):
+            why = "no home directory for ~: set HOME, or name the folder in full"
         if why is None:
             raise
         error_line(why)
@@ -348,7 +313,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     check_writable(args.out_dir, "out_dir ")
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
-    stored_path = args.out_dir / "config.yaml"
+    stored_path = str(args.out_dir / "config.yaml")
     if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
     if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
@@ -356,8 +321,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
             f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
             " add --restart to begin again and replace its metrics"
         )
-    stored = _absolute(load(str(stored_path)))
-    wanted = _absolute(load(args.config or str(stored_path), overrides))
+    stored, wanted = load(stored_path), load(args.config or stored_path, overrides)
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
 

@@ -1,5 +1,6 @@
 """The text of --help: every key of the configuration with its type, meaning and default."""
 
+import json
 import shutil
 import textwrap
 import types
@@ -31,7 +32,7 @@ def help_text() -> str:
     # model.type comes first
     for (key, *_), (field, models) in sorted(seen.items(), key=lambda x: x[0][0] != "model.type"):
         only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
-        default = "" if field.is_required() else f" (default {_shown(field)})"
+        default = "" if field.is_required() else f" (default {json.dumps(field.default)})"
         kind = _type_name(field.annotation)
         if key == "model.type":
             only, default, kind = "", "", "|".join(MODEL_CONFIGS)
@@ -46,13 +47,6 @@ def _entry(option: str, meaning: str) -> str:
     if len(option) > INDENT - 4:
         return f"  {option}\n{text}"
     return f"  {option}".ljust(INDENT) + text[INDENT:]
-
-
-def _shown(field) -> str:
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
 
 
 def _type_name(annotation) -> str:

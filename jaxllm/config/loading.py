@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from inspect import isclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,6 @@ from jaxllm.files import read_text
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the packages
 CONFIG_DIR = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent / "configs"
-_REMOVED = (("train", "fp8_report_every"),)  # keys of earlier versions, in the files of their runs
 
 
 def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
@@ -38,8 +38,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     for section, values in raw.items():
         if section in Config.model_fields and not isinstance(values, dict):
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
-    for section, key in _REMOVED:
-        raw.get(section, {}).pop(key, None)
+    raw.get("train", {}).pop("fp8_report_every", None)  # of runs of an earlier version
     model = raw.get("model", {})
     kind = (overrides or {}).get("model.type", model.get("type"))
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
@@ -63,7 +62,8 @@ def keys(model_type: str) -> dict[str, Any]:
 
     def walk(prefix, section):
         for name, field in section.model_fields.items():
-            inner = _section_of(field.annotation)
+            kinds = (field.annotation, *get_args(field.annotation))
+            inner = next((k for k in kinds if isclass(k) and issubclass(k, Section)), None)
             if inner is not None:
                 walk(f"{prefix}{name}.", inner)
             if inner is None or type(None) in get_args(field.annotation):
@@ -142,13 +142,6 @@ def _parse(key: str, text: str, annotation):
     if not isinstance(value, str) and "_" in text:  # pydantic reads 1_0 as 10
         raise InputError(f"{key}={text!r}: must be a number without _")
     return value
-
-
-def _section_of(annotation) -> type[Section] | None:
-    for a in (annotation, *get_args(annotation)):
-        if isinstance(a, type) and issubclass(a, Section):
-            return a
-    return None
 
 
 def _one_line(e: ValidationError, path: Path) -> str:

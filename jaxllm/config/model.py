@@ -1,8 +1,10 @@
 """The model sections of the configuration: the settings of each architecture."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -16,15 +18,13 @@ NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
+# Absolute, so that what a run stores is found from any folder.
+File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
 FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
-    "int8": ("int", 8),
-    "int4": ("int", 4),
-    "int2": ("int", 2),
-    "int1": ("int", 1),
+    **{f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)},
     "fp8": ("fp8", 8),
-    "2:4-int8": ("2:4", 8),
-    "2:4-int4": ("2:4", 4),
+    **{f"2:4-int{bits}": ("2:4", bits) for bits in (8, 4)},
 }
 
 
@@ -115,7 +115,7 @@ class _Model(Section):
         " mixing and the matmuls into the feed-forward layer; attention: all but the mixing;"
         " block: everything",
     )
-    init_from: Name | None = Field(
+    init_from: File | None = Field(
         None, description="initial weights: a Hugging Face folder or a run's directory"
     )
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from jaxllm.config import yaml_text
 from jaxllm.config.model import (
     Count,
+    File,
     Fraction,
     ModelConfig,
     Name,
@@ -31,12 +32,12 @@ class DataConfig(Section):
         description="format of the data; stdlib: the source text of Python's own library, which"
         " needs no path; chat: conversations in JSON lines and parquet, or prepared",
     )
-    path: Name | None = Field(None, description="file, folder or glob of the training data")
-    val_path: Name | None = Field(
+    path: File | None = Field(None, description="file, folder or glob of the training data")
+    val_path: File | None = Field(
         None, description="file, folder or glob of the validation data; null: hold out a part"
     )
     text_column: Name = Field("text", description="column of the text in JSON lines and parquet")
-    tokenizer: Name | None = Field(
+    tokenizer: File | None = Field(
         None, description="a tokenizer.json or its folder; null: train a byte-level BPE on the data"
     )
     special_tokens: Literal["text", "tokens"] = Field(
@@ -50,7 +51,7 @@ class DataConfig(Section):
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="number of entries of the trained tokenizer"
     )
-    cache_dir: Name | None = Field(
+    cache_dir: File | None = Field(
         None,
         description="folder for trained tokenizers and encoded text; null: jaxllm in"
         " $XDG_CACHE_HOME or ~/.cache",
@@ -268,22 +269,18 @@ class Config(Section):
                 f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} is"
                 f" {tokens} tokens per step; the limit is {2**31 - 1}"
             )
-        if getattr(self.model, "lora", None) is not None:
-            self._check_lora()
+        if (lora := getattr(self.model, "lora", None)) and self.model.init_from is None:
+            raise ValueError("model.lora needs model.init_from, the weights that it adapts")
+        if lora and self.train.fp8 != "none":
+            raise ValueError(
+                f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
+            )
         if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
                 f" its end is at most {self.train.steps + 1}"
             )
         return self
-
-    def _check_lora(self) -> None:
-        if self.model.init_from is None:
-            raise ValueError("model.lora needs model.init_from, the weights that it adapts")
-        if self.train.fp8 != "none":
-            raise ValueError(
-                f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
-            )
 
     def to_yaml(self) -> str:
         """The complete configuration as YAML, which `load` reads back."""

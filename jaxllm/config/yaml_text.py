@@ -11,7 +11,9 @@ def read(text: str):
     Raises yaml.YAMLError for bad syntax, ValueError for integers that are too long, RecursionError
     for text that is nested too deep.
     """
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    loader.deep_construct = True  # then PyYAML refuses an anchor that contains itself
+    return loader.get_single_data()
 
 
 def dump(values: dict) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status, holds
 from jaxllm.data.encoded import prepare_chat
-from jaxllm.data.paths import find_files
+from jaxllm.data.paths import by_split, find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -81,7 +81,12 @@ def _run(args: Namespace) -> None:
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
         raise InputError(f"--out={args.out} holds {what}; choose another --out")
-    found = find_files(args.source, args.path, key="--path")
+    found, val = by_split(args.source, find_files(args.source, args.path, key="--path"))
+    if args.command == "prepare" and val.files:
+        raise InputError(
+            f"--path={args.path} has files to train on ({found.files[0][0]}) and to validate on"
+            f" ({val.files[0][0]}): prepare each with an --out for data.path and data.val_path"
+        )
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
     if args.source == "chat":

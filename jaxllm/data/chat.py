@@ -29,10 +29,8 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """The messages of a record in one of the four forms, and how many are a prompt without loss."""
     given = {name: value for name, value in values.items() if value is not None}
     asked = 0
-    if "messages" in given:
-        messages = _said("messages", given["messages"])
-    elif "conversations" in given:
-        messages = _said("conversations", given["conversations"])
+    if key := next((key for key in ("messages", "conversations") if key in given), None):
+        messages = _said(key, given[key])
     elif "prompt" in given and "completion" in given:
         messages = _said("prompt", given["prompt"], "user")
         asked = len(messages)
@@ -97,7 +95,7 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     """The text of a conversation by the chat template, and the spans of it that have loss.
 
     loss: "all", or "assistant": what {% generation %} marks or, in a template without this mark,
-        what an assistant's message adds to the text of the messages before it; a message with
+        what an assistant's message adds to the text of the messages before it.  A message with
         weight 0 has none.
     Raises InputError for a wrong form, Refused for a conversation that has no such spans.
     """
@@ -114,9 +112,13 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
             raise Refused(" ".join(str(error).split())) from error
 
     text, spans = show(len(messages))
+    silent = {i for i, m in enumerate(messages) if m.get("weight") == 0}
     if loss == "all":
-        return text, [(0, len(text))]
-    silent = {i for i, m in enumerate(messages) if i < asked or m.get("weight") == 0}
+        spans = [_added(tokenizer, show, text, i) for i in sorted(silent - {0})]
+        spans[:0] = [(0, len(show(1)[0]))] if 0 in silent else []
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        return text, list(zip(edges[::2], edges[1::2], strict=True))
+    silent |= set(range(asked))
     spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in silent]
     if not spoken:
         raise Refused("no assistant's turn")

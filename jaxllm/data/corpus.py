@@ -64,9 +64,12 @@ class _Joined(NamedTuple):
     """Pieces of one document to encode as one text."""
 
     before: str  # the end of the document's text before them
-    text: str
     pieces: list[Piece]
     ends: bool  # whether they end the document
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
 
 
 def _joined(
@@ -74,45 +77,32 @@ def _joined(
 ) -> Iterator[_Joined]:
     before = left = ""
     for piece in islice(pieces, skip):
-        before = left = ("" if piece.begins else left + piece.text)[-AROUND:]
-    texts, joined = [], []
-    for group in _grouped(pieces):
-        text, begins = "".join(piece.text for piece in group), group[0].begins
-        if joined and (begins or tokenizer.can_cut(left, text, special=special)):
-            yield _Joined(before, "".join(texts), joined, begins)
-            before, texts, joined = left, [], []
-        if begins:
-            before = left = ""
-        texts.append(text)
-        joined.extend(group)
-        left = (left + text)[-AROUND:]
-    if joined:
-        yield _Joined(before, "".join(texts), joined, True)
-
-
-def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yields pieces of a document that are long enough to test the cut before them."""
-    group, characters = [], 0
+        before = left = (left * (not piece.begins) + piece.text)[-AROUND:]
+    joined = []
     for piece in pieces:
-        if group and (piece.begins or characters >= AROUND):
-            yield group
-            group, characters = [], 0
-        group.append(piece)
-        characters += len(piece.text)
-    if group:
-        yield group
+        if joined and (piece.begins or tokenizer.can_cut(left, piece.text, special=special)):
+            yield _Joined(before, joined, piece.begins)
+            before, joined = left, []
+        if piece.begins:
+            before = left = ""
+        joined.append(piece)
+        left = (left + piece.text)[-AROUND:]
+    if joined:
+        yield _Joined(before, joined, True)
 
 
 def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[Part]:
-    found = tokenizer.encode_parts([(x.before, x.text) for x in batch], special=special)
+    texts = [(x.before, x.text) for x in batch]
     parts = []
-    for (before, text, pieces, ends), ids in zip(batch, found, strict=True):
-        first, last = pieces[0], pieces[-1]
-        around = (tokenizer.begin if first.begins else [], tokenizer.finish if ends else [])
-        begin, finish = (np.asarray(x, np.uint32) for x in around)
+    for x, (before, text), ids in zip(
+        batch, texts, tokenizer.encode_parts(texts, special=special), strict=True
+    ):
+        first, last = x.pieces[0], x.pieces[-1]
+        around = (tokenizer.begin if first.begins else [], tokenizer.finish if x.ends else [])
+        begin, finish = (np.asarray(ids, np.uint32) for ids in around)
         ids = np.concatenate([begin, ids, finish])
         names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
-        parts.append(Part(first.document, ids, first.begins, len(pieces), last.done, names))
+        parts.append(Part(first.document, ids, first.begins, len(x.pieces), last.done, names))
     return parts
 
 

@@ -22,13 +22,13 @@ from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import PREPARED, is_prepared
 from jaxllm.data.shards import ShardWriter, open_shard
-from jaxllm.data.sources import Record, Source, hold_out_rank
+from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
-VERSION = 3  # increment it when the same conversations and tokenizer would give other tokens
+VERSION = 4  # increment it when the same conversations and tokenizer would give other tokens
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
 
@@ -203,20 +203,19 @@ class Fitted:
         self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
         self._ranks = encoded.ranks[kept]
 
-    def rows(self, *, none: bool = False) -> Packed:
-        """Rows of all conversations, or of none."""
-        return self._packed((self._ranks >= 0) & (not none))
+    def rows(self) -> Packed:
+        """Rows of all conversations."""
+        return self._packed(slice(None))
 
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by conversations' hashes, for validation: at least one each."""
-        least, most = self._ranks.min(), self._ranks.max()
-        if least == most:
+        if self._ranks.min() == self._ranks.max():
             raise InputError(
                 "the data has one conversation, and none to hold out for validation: name some"
                 " with data.val_path"
             )
-        held = self._ranks < min(max(fraction, np.nextafter(least, 1)), most)
+        held = self._ranks < hold_out_below(self._ranks, fraction)
         return self._packed(~held), self._packed(held)
 
-    def _packed(self, chosen: np.ndarray) -> Packed:
+    def _packed(self, chosen: np.ndarray | slice) -> Packed:
         return Packed(self._entries, self._spans[chosen], self._seq_len)

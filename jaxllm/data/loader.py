@@ -101,21 +101,6 @@ class _Windows:
         return sample
 
 
-class _Rows:
-    """`rows` samples of each batch, the first of them `first`, in order."""
-
-    def __init__(self, samples, first: int, rows: int, batch_size: int):
-        self._samples, self._first, self._rows, self._batch_size = samples, first, rows, batch_size
-
-    def __len__(self) -> int:
-        left = max(0, len(self._samples) - self._first)
-        return left // self._batch_size * self._rows + min(left % self._batch_size, self._rows)
-
-    def __getitem__(self, index: int):
-        batch, row = divmod(int(index), self._rows)
-        return self._samples[self._first + batch * self._batch_size + row]
-
-
 @dataclass(frozen=True)
 class Dataset:
     """Training and validation tokens of one corpus.
@@ -196,10 +181,8 @@ class Dataset:
 
         if batch_size % world:
             raise InputError(f"batch_size={batch_size} is not a multiple of the {world} ranks")
-        rows = batch_size // world
-        part = grain.MapDataset.source(_Rows(samples, start + rank * rows, rows, batch_size))
-        batches = part.batch(rows, drop_remainder=True)
+        parts = samples[start:].batch(batch_size // world, drop_remainder=True)
         # One thread is enough: 32 x 1024 tokens take 2 to 3 ms on one core (70 us per sample).
         threads = 1 if self.prefetch else 0
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
-        return iter(batches.to_iter_dataset(options))
+        return iter(parts[rank::world].to_iter_dataset(options))

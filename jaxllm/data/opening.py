@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import Found, find_files, is_prepared
+from jaxllm.data.packing import Packed
+from jaxllm.data.paths import Found, by_split, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -21,18 +22,6 @@ if TYPE_CHECKING:  # only types need it, and it is slow to import
     from jaxllm.config import DataConfig
 
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
-
-
-class _Asked(NamedTuple):
-    """What `open_dataset` was asked for, and the files that it found."""
-
-    config: DataConfig
-    found: Found
-    val_found: Found
-    cache: Path
-    vocab_size: int | None
-    only_val: bool
-    seq_len: int
 
 
 def open_dataset(
@@ -52,14 +41,16 @@ def open_dataset(
         found, val_found = paths["val_path"], Found([])
     else:
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
-        val_found = paths.get("val_path", Found([]))
-    asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
+        val_found = paths.get("val_path")
+        if val_found is None:
+            found, val_found = by_split(config.source, found)
+    asked = (config, found, val_found, cache, vocab_size, only_val)
     separator = None
     if config.source == "chat":
-        train, val, tokenizer, size, fingerprint, what = _open_chat(asked)
+        train, val, tokenizer, size, fingerprint, what = _open_chat(*asked, seq_len)
     else:
         opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, size, fingerprint, what = opened(asked)
+        train, val, tokenizer, size, fingerprint, what = opened(*asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -87,25 +78,22 @@ def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found
 
     training: as for `open_dataset`.  Raises InputError for paths without the configured data.
     """
-    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
-    found = {}
-    for key in keys:
-        if (path := getattr(config, key)) is not None:
-            found[key] = find_files(config.source, path, key=f"data.{key}")
-    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
         raise InputError(
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
         )
-    return found
+    keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
+    paths = {key: path for key in keys if (path := getattr(config, key)) is not None}
+    return {k: find_files(config.source, path, key=f"data.{k}") for k, path in paths.items()}
 
 
-def _describe(asked: _Asked, trained: int) -> str:
+def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) -> str:
     """For people: the files of data.path and of data.val_path; raises InputError if none trains."""
-    config, found, val_found, *_ = asked
     if not trained:
         raise InputError(
-            f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose"
-            " files are not trained on; name other data, or omit data.val_path to hold out a part"
+            f"data.path={config.path} has no file outside the validation data"
+            f" ({val_found.files[0][1]}, ...), which is not trained on; name other data, or omit"
+            " data.val_path to hold out a part"
         )
     text = found.describe()
     if trained < len(found.files):
@@ -115,8 +103,9 @@ def _describe(asked: _Asked, trained: int) -> str:
     return text
 
 
-def _open_text(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, _ = asked
+# Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
+# tokenizer, vocabulary, fingerprint, a line about them).
+def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
@@ -125,13 +114,10 @@ def _open_text(asked: _Asked):
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
         source = source.without(val_source, cache)
-    what = _describe(asked, len(source.files))
+    what = _describe(config, found, val_found, len(source.files))
 
-    content = source.digest(cache)
-    if config.tokenizer is None:
-        path = cached_tokenizer(source, content, held_out, config.tokenizer_vocab_size, cache)
-    else:
-        path = config.tokenizer
+    content, entries = source.digest(cache), config.tokenizer_vocab_size
+    path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
     tokenizer = Tokenizer(path, end_token=config.end_token)
     _vocabulary(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
@@ -150,16 +136,10 @@ def _open_text(asked: _Asked):
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, _ = asked
+def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
-    elif not val_files:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
-        val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
-        if len(val_files) == len(files):  # the path names only validation shards
-            val_files = []
-        files = [file for file in files if file not in val_files]
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
@@ -168,14 +148,12 @@ def _open_shards(asked: _Asked):
         if (end := page.get("end_token")) not in (None, config.end_token):
             raise InputError(f"{folder} was prepared with --end_token {end}: set data.end_token")
 
-    paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
-    if config.tokenizer is not None:
-        paths.insert(0, Path(config.tokenizer))
+    paths = [config.tokenizer, *(folder / "tokenizer.json" for folder in folders)]
+    paths = [Path(path) for path in paths if path and Path(path).exists()]
     tokenizers = [Tokenizer(path, end_token=config.end_token) for path in paths]
-    tokenizer = tokenizers[0] if tokenizers else None
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
-    if tokenizer is not None:
+    if tokenizer := next(iter(tokenizers), None):
         size = _vocabulary(tokenizer, vocab_size)
     else:
         size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
@@ -184,17 +162,15 @@ def _open_shards(asked: _Asked):
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]
     train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
-    trained = len(files) if val_found.files else len(found.files)
-    what = f"shards: {_describe(asked, trained)}"
+    what = f"shards: {_describe(config, found, val_found, len(files) + len(val_files) * only_val)}"
     return train, val, tokenizer, size, digest("shards", digests), what
 
 
-def _open_chat(asked: _Asked):
-    config, found, val_found, cache, vocab_size, only_val, seq_len = asked
+def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val, seq_len):
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
     if val_found.files:
         sources[0] = sources[0].without(sources[1], cache)
-    what = f"chat: {_describe(asked, len(sources[0].files))}: "
+    what = f"chat: {_describe(config, found, val_found, len(sources[0].files))}: "
     prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
     where = config.tokenizer or next(iter(prepared), None)
     if where is None:
@@ -210,14 +186,14 @@ def _open_chat(asked: _Asked):
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:
-        train, val = fitted[0].rows(none=True), fitted[0].rows()
+        train, val = Tokens([]), fitted[0].rows()
     elif len(fitted) == 2:
         train, val = (x.rows() for x in fitted)
     else:
         train, val = fitted[0].split(VAL_FRACTION)
     what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
-        what += f"; {name}: {part.describe()}" if len(part) else ""
+        what += f"; {name}: {part.describe()}" if isinstance(part, Packed) else ""
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
     return train, val, tokenizer, size, fingerprint, what

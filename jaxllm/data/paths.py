@@ -4,10 +4,10 @@ import contextlib
 import glob
 import gzip
 import os
-import stat
+import re
 import sysconfig
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -24,6 +24,11 @@ _SUFFIXES = {
     "parquet": (".parquet",),
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
+}
+_SPLITS = {"training": "train", "train": "train"} | {
+    name: split
+    for split, names in (("val", "val valid validation dev"), ("test", "test testing"))
+    for name in names.split()
 }
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
@@ -67,7 +72,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
     root = os.path.expanduser(path)
     try:
-        mode = os.stat(root).st_mode
+        os.stat(root)
     except (OSError, ValueError) as error:
         if not glob.has_magic(root):
             why = f"cannot be read: {getattr(error, 'strerror', error)}"
@@ -79,18 +84,36 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         found = _glob(root)
         what = "matches no file"
     else:
-        if stat.S_ISREG(mode):
+        if os.path.isfile(root):
             return Found([(os.path.basename(root), Path(root))])
-        if not stat.S_ISDIR(mode):
+        if not os.path.isdir(root):
             raise InputError(f"{key}={path} is neither a file nor a folder")
         if kind == "chat" and is_prepared(page := Path(root, PREPARED[0])):
             return Found([(page.name, page)])
         found = _folder(kind, Path(root))
-        kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
-        what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
+        kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind])
+        what = f"is a folder without {kinds} files"
     if not found.files:
         raise InputError(f"{key}={path} {what}{found.left_out}")
     return found
+
+
+def by_split(kind: str, found: Found) -> tuple[Found, Found]:
+    """The files to train on and to validate on, where the names of all say which, as on the Hub.
+
+    Words like train, validation and test do, of a file or a folder; of shards also val alone.
+    Otherwise all are trained on.
+    """
+    groups = {"train": [], "val": [], "test": []}
+    for name, path in found.files:
+        words = re.split(r"[^a-z0-9]+", name.lower())
+        split = next((_SPLITS[x] for x in words if x in _SPLITS), "train" * (kind == "shards"))
+        groups.setdefault(split, []).append((name, path))
+    train, val, test, *unnamed = groups.values()
+    if unnamed or not train:
+        return found, Found([])
+    more = f"; left out {len(test):,} files of a test split ({test[0][0]})" if test else ""
+    return Found(train, found.left_out + more), Found(val)
 
 
 def is_prepared(path: Path) -> bool:
@@ -104,8 +127,7 @@ def _folder(kind: str, root: Path) -> Found:
     unreadable = lambda error: reasons.setdefault(Path(error.filename), "unreadable")
     paths, visited = [], set()
     for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
-        here = _identity(folder)
-        if here in visited:  # two links to a folder, or a link to a folder above
+        if (here := _identity(folder)) in visited:  # by a second link, or one to a folder above
             folders.clear()
             continue
         visited.add(here)
@@ -154,39 +176,29 @@ def _choose(paths: list[Path], root: Path, reasons: dict[Path, str]) -> Found:
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
     """What all names of a file or folder share: symbolic and hard links, relative and absolute."""
-    try:
+    with contextlib.suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
 
 
 def _left_out(reasons: dict[Path, str], root: Path) -> str:
-    groups = defaultdict(list)
-    for path, reason in sorted(reasons.items()):
-        groups[reason].append(os.path.relpath(path, root))
-    if not groups:
-        return ""
-    parts = []
-    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        more = ", ..." if len(names) > 1 else ""
-        parts.append(f"{len(names):,} {reason} ({names[0]}{more})")
-    if len(parts) > 5:
-        parts[5:] = [f"{len(parts) - 5} more kinds"]
+    """For people: how many files each reason leaves out, the most frequent reasons first."""
+    parts, ranked = [], Counter(reasons[path] for path in sorted(reasons)).most_common()
+    for reason, count in ranked[:5]:
+        first = min(os.path.relpath(path, root) for path in reasons if reasons[path] == reason)
+        parts.append(f"{count:,} {reason} ({first}{', ...' * (count > 1)})")
+    more = f", {len(ranked) - 5} more kinds" * (len(ranked) > 5)
     size = decimal(sum(os.path.getsize(path) for path in reasons if os.path.exists(path)))
-    return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}"
+    return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}{more}" * bool(parts)
 
 
 def _stdlib() -> Found:
     """The standard library's modules, without its tests."""
-    root = sysconfig.get_paths()["stdlib"]
-    files = []
+    root, files = sysconfig.get_paths()["stdlib"], []
     for folder, folders, names in os.walk(root):
         folders[:] = [x for x in folders if x not in _NOT_STDLIB and not x.startswith("config-")]
-        for name in names:
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                path = Path(folder, name)
-                files.append((path.relative_to(root).as_posix(), path))
+        paths = [Path(folder, x) for x in names if not x.startswith("_sysconfigdata")]
+        files += [(x.relative_to(root).as_posix(), x) for x in paths if x.suffix == ".py"]
     if not files:
         raise InputError(
             f"this Python has no source files of its standard library in {root}: "

@@ -8,17 +8,15 @@ complete.
 
 import contextlib
 import os
-from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxllm.data.cache import digest
+from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
-from jaxllm.data.sources import Source, hold_out_rank
+from jaxllm.data.sources import Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
@@ -45,12 +43,7 @@ class _Split:
         for path in folder.glob(f".{name}_*.partial"):
             if path != self._partial(self._shards) or not tokens:
                 path.unlink()
-        try:
-            self._writer = ShardWriter(self._partial(self._shards), vocab_size, keep=tokens)
-        except FileNotFoundError as error:
-            raise InputError(
-                f"{folder} is damaged: {error.filename} is missing; delete the folder"
-            ) from error
+        self._writer = ShardWriter(self._partial(self._shards), vocab_size, keep=tokens)
 
     def _partial(self, index: int) -> Path:
         return self._folder / f".{self._name}_{index:06d}.partial"
@@ -112,24 +105,24 @@ def prepare(
         raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
     if not 0 <= val_fraction < 1:
         raise InputError(f"--val_fraction={val_fraction} is not in [0, 1)")
-    files = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files]
     options = (shard_tokens, val_fraction, special, tokenizer.begin, tokenizer.finish)
-    job = digest(VERSION, source.kind, source.text_column, files, tokenizer.digest, *options)
+    job = digest(VERSION, source.digest(cache_folder(None)), tokenizer.digest, *options)
     path = out / "prepare.json"
     with own(out), contextlib.ExitStack() as stack:
         state = _begun(path, job, tokenizer)
         if state["done"]:
             return state["tokens"]
         tokenizer.copy_to(out)
-        splits = {}
-        for name in ("train", "val"):
-            splits[name] = _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
-            stack.callback(splits[name].close)
+        size, names = tokenizer.vocab_size, ("train", "val")
+        splits = {name: _Split(out, name, size, shard_tokens, state[name]) for name in names}
+        for split in splits.values():
+            stack.callback(split.close)
         held_out = _held_out(source, val_fraction)
         with progress_bar(f"encoding into {out}", source.size) as done:
             for batch in encode(source.pieces(), tokenizer, special, state["pieces"]):
                 for part in batch:
-                    splits["val" if held_out(part.document) else "train"].append(part.ids)
+                    validates = hold_out_rank(part.document) < held_out
+                    splits["val" if validates else "train"].append(part.ids)
                     state["pieces"] += part.pieces
                     state["names"] += part.names
                 state |= {name: split.state() for name, split in splits.items()}
@@ -161,22 +154,12 @@ def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
     return state
 
 
-def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
-    """Returns whether a document, by its name, is for validation.
-
-    The hash of the name decides, unless it would put all of a few documents on one side.
-    """
-    names, kinds = [], set()
-    pieces = source.pieces() if fraction else iter(())
-    for name in islice((piece.document for piece in pieces if piece.begins), _MANY):
-        names.append(name)
-        kinds.add(hold_out_rank(name) < fraction)
-        if len(kinds) == 2:
-            break
-    if len(kinds) != 1 or len(names) == _MANY:
-        return lambda name: hold_out_rank(name) < fraction
-    if len(names) == 1:
-        return lambda name: False
-    everything = kinds == {True}
-    chosen = (max if everything else min)(names, key=hold_out_rank)
-    return lambda name: (name == chosen) != everything
+def _held_out(source: Source, fraction: float) -> float:
+    """The rank below which a document is for validation: of a few documents some, but not all."""
+    ranks = []
+    for piece in source.pieces() if fraction else ():
+        if piece.begins:
+            ranks.append(hold_out_rank(piece.document))
+            if min(ranks) < fraction <= max(ranks) or len(ranks) == _MANY:
+                return fraction
+    return hold_out_below(ranks, fraction) if len(ranks) > 1 else 0.0

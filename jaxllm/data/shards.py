@@ -43,15 +43,13 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
             f"{path} is not a token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
         )
     magic, version, count = (int(x) for x in header[:3])
-    if magic not in FORMATS:
-        raise InputError(
-            f"{path} is not a token shard: it starts with {magic}, expected "
-            + " or ".join(map(str, FORMATS))
-            + "; ids without llm.c's header, such as nanoGPT's, come from jaxllm data prepare anew"
-        )
-    expected, dtype, vocab_size = FORMATS[magic]
+    expected, dtype, vocab_size = FORMATS.get(magic, (None, np.dtype("V1"), 0))
     if version != expected:
-        raise InputError(f"{path}: shard version {version}, expected {expected} with {magic}")
+        known = " or ".join(f"{magic}, {version}" for magic, (version, *_) in FORMATS.items())
+        raise InputError(
+            f"{path} is not a token shard: it starts with {magic}, {version}, expected {known}; ids"
+            " without llm.c's header, such as nanoGPT's, come from jaxllm data prepare anew"
+        )
     required = HEADER_BYTES + count * dtype.itemsize
     if count < 0 or size != required:
         raise InputError(
@@ -100,10 +98,9 @@ class ShardWriter:
         self._magic = format_for(vocab_size)
         self._version, self._dtype, _ = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize
+        if keep and not (path.exists() and path.stat().st_size >= end):
+            raise InputError(f"{path} is missing or shorter than {keep} tokens; delete its folder")
         self._file = open(path, "r+b" if keep else "wb")
-        if keep and path.stat().st_size < end:
-            self._file.close()
-            raise InputError(f"{path} is damaged: fewer than {keep} tokens; delete its folder")
         self._file.truncate(end)
         self._file.seek(end)
 

@@ -3,11 +3,13 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxllm.data.cache import digest, file_digest
 from jaxllm.data.paths import open_bytes
@@ -23,6 +25,7 @@ _NOT_TEXT = (  # (where, bytes that no text has there, what has them)
     (4, b"1AY&SY", "compressed with bzip2"),
 )
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
+_SHORTEST = 512  # characters of a piece, but for a document's last, to test a cut before it with
 _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
 
 
@@ -160,10 +163,7 @@ class Source:
 
 
 def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """The objects of a file of JSON lines.
-
-    columns: names that no object may have twice.
-    """
+    """The objects of a file of JSON lines.  columns: names that no object may have twice."""
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -228,9 +228,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, OSError) and error.errno:  # from the system, not the content
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
 
@@ -261,16 +259,21 @@ def _place_to_cut(text: str) -> int:
     such newline, it is the last index before a space between two letters.
     """
     end = len(text)
-    while (end := text.rfind("\n", 0, end)) > 0:
+    while (end := text.rfind("\n", _SHORTEST, end)) > 0:
         if not (
             text[end - 1].isspace() or text[end + 1 : end + 2].isspace() or end + 1 == len(text)
         ):
             return end + 1
     end = len(text)
-    while (end := text.rfind(" ", 0, end)) > 0:
+    while (end := text.rfind(" ", _SHORTEST, end)) > 0:
         if text[end - 1].isalpha() and text[end + 1 : end + 2].isalpha():
             return end
     return 0
+
+
+def hold_out_below(ranks: Sequence[float] | np.ndarray, fraction: float) -> float:
+    """The rank below which `fraction` is held out: at least one of different ranks, and not all."""
+    return min(max(fraction, float(np.nextafter(min(ranks), 1))), max(ranks))
 
 
 def hold_out_rank(document: str) -> float:

@@ -16,15 +16,13 @@ from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, shardings
-from jaxllm.text import Tokenizer
+from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights, text_folder
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
-
-
 Openable = RunWeights | PackedWeights | AdapterWeights
 
 
@@ -50,7 +48,7 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
 def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
     """Opens the tokenizer in the weights' folder; raises InputError."""
     folder = text_folder(weights)
-    if not Tokenizer.present(folder):
+    if not present(folder):
         raise InputError(
             f"{folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
             " tokenizer.json that encoded the data there"

@@ -65,11 +65,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        help="sequences per batch (default: the run's for the loss, else 16)",
-    )
+    size = "sequences per batch (default: the run's for the loss, else 16)"
+    parser.add_argument("--batch_size", type=int, help=size)
     parser.add_argument("--batches", type=int, help="for the loss: use only the first N batches")
     parser.add_argument(
         "--limit", type=int, help="for HellaSwag and tasks: use only the first N questions"
@@ -152,9 +149,9 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
-    if data.tokenizer is not None and isinstance(data.val, Tokens):  # all have loss
-        if size := text_bytes(data.tokenizer, data.val, count):
-            text += f", {total / math.log(2) / size:.4f} bits a byte"
+    tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
+    if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
+        text += f", {total / math.log(2) / size:.4f} bits a byte"
     return text
 
 
@@ -222,19 +219,15 @@ def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
 
     Raises InputError with the line number.
     """
-    return [
-        _question(line, f"--hellaswag {path}, line {number}")
-        for number, line in read_lines(path, "--hellaswag")
-    ]
+    lines = read_lines(path, "--hellaswag")
+    return [_question(line, f"--hellaswag {path}, line {number}") for number, line in lines]
 
 
 def _question(line: str, where: str) -> tuple[str, list[str], int]:
     try:
         page = json.loads(line)
-        if "ctx_a" in page:
-            context = f"{page['ctx_a']} {page['ctx_b'].capitalize()}"
-        else:
-            context = page["ctx"]
+        split = "ctx_a" in page
+        context = f"{page['ctx_a']} {page['ctx_b'].capitalize()}" if split else page["ctx"]
         if "activity_label" in page:
             context = f"{page['activity_label']}: {context}"
         endings, label = [_clean(e) for e in page["endings"]], int(page["label"])

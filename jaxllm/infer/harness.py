@@ -9,6 +9,7 @@ by jaxllm convert.
 import argparse
 import json
 import logging
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,15 @@ class RunLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, **_) -> list[float]:
         """Log-likelihoods of whole texts, in windows of model.max_seq_len."""
-        rows, texts = [], []  # windows, and the index of each one's text
-        for number, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(
-                ids, self.prefix_token_id, self.config.max_seq_len, context_len=1
-            )
-            for context, targets in windows:
-                rows.append(([*context, targets[-1]], len(targets)))
-                texts.append(number)
-        sums = [0.0] * len(requests)
-        for number, (score, _) in zip(texts, self.scorer(rows), strict=True):
-            sums[number] += score
-        return sums
+        rows, counts = [], []  # windows, and how many each text has
+        for request in requests:
+            ids, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
+            windows = get_rolling_token_windows(ids, prefix, self.config.max_seq_len, context_len=1)
+            new = [([*context, targets[-1]], len(targets)) for context, targets in windows]
+            rows += new
+            counts.append(len(new))
+        scores = iter(self.scorer(rows))
+        return [sum((score for score, _ in islice(scores, count)), 0.0) for count in counts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a stop string or the end of the document."""
@@ -134,11 +131,12 @@ def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str]]:
     options = {name: value for name, value in options.items() if value is not None}
     stops = options.pop("until", [])
     limits = [options.pop(name) for name in _LIMITS if name in options]
-    if not options.pop("do_sample", True):
+    sampled = options.pop("do_sample", None)
+    if sampled is not None and not sampled:
         options["temperature"] = 0
     kinds = {"tokens": int, "temperature": float, "top_k": int, "top_p": float}
-    # "hf" is greedy without a temperature; transformers' top_k is 50.
-    given = {"tokens": (limits or [TOKENS])[0], "temperature": 0, "top_k": 50} | options
+    # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
+    given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled), "top_k": 50} | options
     if unknown := options.keys() - set(kinds):
         raise InputError(
             f"generation_kwargs: {min(unknown)} is not supported; only until,"

@@ -34,12 +34,11 @@ class Scorer:
         A row that is too long for the model loses its first ids; raises InputError if the end
         itself is too long.
         """
-        most = self.most
-        for _, count in rows:
-            if most is not None and count > most:
-                raise InputError(
-                    f"a text to score has {count} tokens, more than model.max_seq_len={most}"
-                )
+        most, longest = self.most, max((count for _, count in rows), default=0)
+        if most is not None and longest > most:
+            raise InputError(
+                f"a text to score has {longest} tokens, more than model.max_seq_len={most}"
+            )
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         # Sorted by length, so that batches have little padding; the longest come first, so that
         # a lack of memory shows at once.

@@ -152,8 +152,8 @@ class Text:
             self.text, self.done = self.text[: min(found)], True
             return
         certain = self.text[: self.certain]
-        withheld = max((_overlap(certain, stop) for stop in self.stops), default=0)
-        self._show(len(certain) - withheld)
+        begun = {n for stop in self.stops for n in range(len(stop)) if certain.endswith(stop[:n])}
+        self._show(len(certain) - max(begun, default=0))
 
     def _decode(self, token: int) -> None:
         self._ids.append(token)
@@ -173,8 +173,3 @@ class Text:
         if self.live and end > self.printed:
             print(self.text[self.printed : end], end="", flush=True)
             self.printed = end
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of `text` that begin `stop`."""
-    return next(n for n in range(len(stop), -1, -1) if text.endswith(stop[:n]))

@@ -16,17 +16,9 @@ from jaxllm.files import read_json, write_json, write_whole
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # bos_token_id, eos_token_id, pad_token_id and model_type of config.json
 COMPANIONS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tekken.json",
-)
+    "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json"
+    " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
+).split()
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours

@@ -68,11 +68,6 @@ class Tokenizer:
         self._before, self._entries = before, entries
         self._checked([])
 
-    @staticmethod
-    def present(folder: Path) -> bool:
-        """Whether a folder holds a tokenizer, even one that cannot be read."""
-        return files.present(folder)
-
     def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text, one that has tokens."""
         for text in ("a", *vocabulary):

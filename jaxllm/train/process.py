@@ -36,16 +36,12 @@ def handle_signals(handler: Callable) -> Callable[[], None]:
 
 
 def set_xla_flags(deterministic: bool) -> None:
-    """Sets XLA's flags, which it reads when the backend starts, and JAX's settings.
+    """Sets XLA's flags, which it reads when the backend starts.
 
     Flags that the user has set come last, so they win.
     """
     import jax  # here, since a bad path is refused before this import, which takes seconds
 
-    # Settings for a user's other programs would make parameters float64, or stop optax.
-    jax.config.update("jax_enable_x64", False)
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    jax.config.update("jax_transfer_guard", "allow")
     flags = [
         # Without Triton matmuls, cuBLASLt fuses the biases into them: GPT-2 124M on an H100 goes
         # from 509 k to 529 k tokens/s.

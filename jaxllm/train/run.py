@@ -4,6 +4,7 @@ Reads the configuration, builds data, model and compiled step (launch.py), then 
 saves.
 """
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -65,7 +66,7 @@ def _start_devices() -> None:
         jax.devices()
 
 
-def _train(arguments: command_line.Arguments) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     threading.Thread(target=_start_devices).start()  # CUDA starts while Python imports the rest
     if arguments.dry_run:
         return dry_run(arguments.config)

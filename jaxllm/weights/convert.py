@@ -268,7 +268,7 @@ def _copy_text(weights, target: Path) -> bool:
 
 def _tokenizer(weights):
     """The tokenizer of a run or a folder; None, said on the screen, without one that is read."""
-    from jaxllm.text import Tokenizer
+    from jaxllm.text import Tokenizer, present
     from jaxllm.weights.pretrained import text_folder
 
     run = getattr(weights, "run", None)
@@ -277,7 +277,7 @@ def _tokenizer(weights):
     if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
         path = Path(given)
     try:
-        if path == folder and not Tokenizer.present(path):
+        if path == folder and not present(path):
             raise InputError(f"{path} has no tokenizer.json; copy it there by hand")
         tokenizer = Tokenizer(path, end_token=run and run.data.end_token)
     except InputError as error:

@@ -67,6 +67,14 @@ def test_an_answer_of_weight_0_has_no_loss(tmp_path, marked):
     said = "".join(text[begin:end] for begin, end in spans)
     assert [word in said for word in ("first", "second", "third")] == [True, False, True]
     assert "second" in text
+    turns[0]["weight"] = turns[2]["weight"] = 0
+    whole, spans_of_all = chat.render(tokenizer, {"messages": turns}, "all")
+    without = whole
+    for begin, end in spans_of_all[::-1]:
+        without = without[:begin] + without[end:]
+    heading = "<|im_start|>user\n"
+    assert without == f"{heading}Q<|im_end|>\n{heading}R<|im_end|>second<|im_end|>", without
+    del turns[0]["weight"], turns[2]["weight"]
     named = {"user": "human", "assistant": "gpt"}
     turns = [{"from": named[m["role"]], "value": m["content"]} | m for m in turns]
     for turn in turns:

@@ -126,6 +126,7 @@ def test_bad_values_give_one_line_with_key_and_value(overrides, message):
         ("model: {type: gpt2}\ntrains: {}", "unknown key trains in bad.yaml; did you mean train"),
         ("model: {type: [llama3]}", f"model.type=['llama3'] is not one of {TYPES}"),
         (f"model: {'[' * 3000}", "cannot be read as YAML: it is nested too deep"),
+        ("model: &m {type: gpt2, d: *m}", "cannot be read as YAML: found unconstructable recursiv"),
         (f"model: {{type: gpt2, n_layers: {'9' * 5000}}}", "cannot be read as YAML: Exceeds the"),
         (SMALL + "train: {steps: 1_0}", "train.steps='1_0': must be a whole number"),
         (SMALL + "train: {steps: 010}", "train.steps='010': must be a whole number"),

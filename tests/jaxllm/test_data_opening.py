@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_settings import settings, write_shard
+from data_settings import settings, write, write_shard
 
 from jaxllm.data import corpus, open_dataset
 from jaxllm.errors import InputError
@@ -63,6 +63,25 @@ def test_a_validation_file_alone_is_split(tmp_path, config):
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert len(data.train) > 80
     assert data.vocab_size == 50257
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_names_of_splits_say_what_trains(tmp_path, config, kind):
+    """As on the Hub; a test split is not read.  A name without a split makes all training data."""
+    names = ("train-00000-of-00002", "sub/train/b", "validation", "test")
+    documents = {name: f"{name} says {i} " * 20 for i, name in enumerate(names)}
+    for name, text in documents.items():
+        content = json.dumps({"text": text}) if kind == "jsonl" else text
+        write(tmp_path / "data" / f"{name}.{kind}", content)
+    config.source, config.path = kind, str(tmp_path / "data")
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
+    assert [documents[name] in train for name in names] == [True, True, False, False]
+    assert val == "<|endoftext|>" + documents["validation"]
+    assert "; left out 1 files of a test split (test." in data.description
+    write(tmp_path / "data" / f"more.{kind}", content)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert "5 documents in 5 files" in data.description
 
 
 # Text
@@ -174,7 +193,7 @@ def test_validation_shards_are_not_trained_on(tmp_path, config):
     assert data.train.read(0, 100).tolist() == [*range(50), *range(200, 250)]
     assert data.val.read(0, 50).tolist() == [*range(100, 150)]
     config.val_path = config.path
-    with pytest.raises(InputError, match=r"has no file outside data\.val_path"):
+    with pytest.raises(InputError, match=r"has no file outside the validation data"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
 
 

@@ -40,7 +40,7 @@ def test_only_files_of_the_kind(tmp_path):
     [
         ("text", None, "data.path is missing: a source of text needs"),
         ("text", "{}/none", "data.path={}/none does not exist"),
-        ("text", "{}", "is a folder without files"),
+        ("text", "{}", r"is a folder without \* files"),
         ("jsonl", "{}", r"is a folder without \*.jsonl or"),
         ("shards", "{}/*.bin", "matches no file"),
     ],

@@ -219,6 +219,21 @@ def test_shards_with_another_end_token_open_only_with_its_name(data):
     assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
 
 
+def test_a_job_is_known_by_the_content_of_its_files(data, capsys):
+    path, words = data / "data/a.jsonl", command(data)
+    assert main(words) == 0
+    os.utime(path)  # as a copy
+    assert main(words) == 0
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"hello", b"HELLO"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "out holds other data or options" in error_of(capsys, words)
+    (data / "data/a.jsonl").rename(data / "data/train.jsonl")
+    (data / "data/b.jsonl").rename(data / "data/dev.jsonl")
+    named = "files to train on (train.jsonl) and to validate on (dev.jsonl): prepare each"
+    assert named in error_of(capsys, command(data, "new"))
+
+
 def test_foreign_shards_are_not_overwritten(data, capsys):
     (data / "out").mkdir()
     (data / "out/train_000000.bin").write_bytes(b"mine")
@@ -274,7 +289,7 @@ def test_a_missing_or_truncated_partial_file_is_reported(data, capsys, monkeypat
     (partial,) = (data / "out").glob(".train_*.partial")
     content = partial.read_bytes()
     partial.write_bytes(content[:1026])
-    assert "is damaged: fewer than" in error_of(capsys, command(data))
+    assert "tokens; delete its folder" in error_of(capsys, command(data))
     partial.unlink()
     assert "is missing" in error_of(capsys, command(data))
     partial.write_bytes(content)

@@ -55,10 +55,10 @@ def test_a_shard_is_valid_only_after_close(tmp_path):
         (b"x" * 1023, "1023 bytes, fewer than the 1024"),
         (
             shard_bytes(12345, 1, [1], "<u2"),
-            "starts with 12345, expected 20240520 or 20240801; ids without",
+            "starts with 12345, 1, expected 20240520, 1 or 20240801, 7; ids without",
         ),
-        (shard_bytes(20240520, 7, [1], "<u2"), "version 7, expected 1"),
-        (shard_bytes(20240801, 1, [1], "<u4"), "version 1, expected 7"),
+        (shard_bytes(20240520, 7, [1], "<u2"), "with 20240520, 7, expected 20240520, 1"),
+        (shard_bytes(20240801, 1, [1], "<u4"), "with 20240801, 1, expected 20240520, 1"),
         (shard_bytes(*GPT2)[:-1], "1031 bytes, expected 1032 for the 4 tokens"),
         (shard_bytes(*LLAMA)[:-3], "1037 bytes, expected 1040 for the 4 tokens"),
         (shard_bytes(*GPT2) + b"\0\0", "1034 bytes, expected 1032"),

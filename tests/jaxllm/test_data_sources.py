@@ -97,6 +97,7 @@ def test_pieces_join_to_the_text_and_their_ids_to_its_ids(tmp_path, monkeypatch)
     write(tmp_path / "a.txt", text)
     train_tokenizer([text], 300, tmp_path / "tokenizer.json")
     tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(sources, "_SHORTEST", 0)
     for block in (7, 40, 1000):  # 7: within characters of several bytes
         monkeypatch.setattr(sources, "_PIECE", block)
         pieces = read("text", tmp_path / "a.txt")
@@ -132,6 +133,7 @@ def test_pieces_have_the_words_of_the_whole(name, seed, tmp_path, monkeypatch):
     text = "".join(random.Random(seed).choices(parts, k=3000)) + "def f" * 50
     write(tmp_path / "a.txt", text)
     monkeypatch.setattr(sources, "_PIECE", 64)
+    monkeypatch.setattr(sources, "_SHORTEST", 0)
     pieces = [piece.text for piece in read("text", tmp_path / "a.txt")]
     words = lambda text: [word for word, _ in WORDS[name].pre_tokenize_str(text)]
     assert "".join(pieces) == text

@@ -136,5 +136,7 @@ def test_unknown_generation_settings_are_refused():
     with pytest.raises(InputError, match=r"^generation_kwargs: top_p=2.0: must be at most 1$"):
         _sampling({"top_p": 2})
     assert _sampling({"max_new_tokens": 5, "temperature": 0.7})[0].temperature == 0.7
+    assert _sampling({"do_sample": True})[0].temperature == 1  # as transformers
+    assert _sampling({"do_sample": None})[0].temperature == 0
     with pytest.raises(InputError, match="num_beams is not supported"):
         _sampling({"num_beams": 4})

@@ -11,7 +11,7 @@ from tokenizer_families import EXPECTED, FOLDER, HARD, built
 from tokenizers import pre_tokenizers, processors
 
 from jaxllm.errors import InputError
-from jaxllm.text import Tokenizer
+from jaxllm.text import Tokenizer, present
 
 
 def folder_of(path, specials=("<a>", "<b>", "<c>", "<d>"), **pages):
@@ -170,9 +170,9 @@ def test_a_gpt2_begins_and_ends_as_its_class_and_its_settings_say(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
-    assert not Tokenizer.present(tmp_path)
+    assert not present(tmp_path)
     (tmp_path / name).write_bytes(b"x")
-    assert Tokenizer.present(tmp_path)
+    assert present(tmp_path)
     with pytest.raises(InputError, match=rf"has {name}, but no tokenizer\.json; to write one: pyt"):
         Tokenizer(tmp_path)
 

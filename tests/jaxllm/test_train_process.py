@@ -6,11 +6,9 @@ import sys
 import time
 
 import jax
-import numpy as np
 import pytest
 
-from jaxllm.sharding import normal
-from jaxllm.train.process import StopSignals, set_xla_flags
+from jaxllm.train.process import StopSignals
 from jaxllm.train.profiling import StepClock, StepTrace
 
 
@@ -90,14 +88,3 @@ def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
 
     assert (take(0, 9), take(5, 9), take(7, 9)) == ([7], [7], [])  # resumed in it, and after it
     assert (take(0, 9, signal_after=5), take(0, 5)) == ([5], [])  # an error ends the second
-
-
-def test_settings_for_other_programs_do_not_reach_a_run(same_environment):
-    """With 64 bits the parameters would be float64; optax promotes integers to floats."""
-    before = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict"}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    set_xla_flags(deterministic=True)
-    draw = lambda: normal(jax.random.key(0), (2,), 0.02, ())
-    assert jax.eval_shape(draw).dtype == np.float32
-    assert (jax.numpy.int32(2) * jax.numpy.float32(0.5)).dtype == np.float32
