@@ -238,7 +238,7 @@ def open_log(
 ) -> RunLog | SilentLog:
     """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
-        return SilentLog()
+        return SilentLog(out_dir, start)
     config = trainer.config
     tokens = config.train.batch_size * config.train.seq_len
     if dataset.tokenizer is not None:  # makes the directory self-contained

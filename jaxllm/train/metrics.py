@@ -68,6 +68,7 @@ class RunLog:
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         # A resumed run repeats the steps after `start`, and one that begins again also step 0.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
+        self.logged = keys_at(start, before)
         if self.path.exists():
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
         self.rows = len(before)
@@ -294,6 +295,9 @@ class SilentLog:
 
     rows = 0
 
+    def __init__(self, out_dir: Path, start: int):
+        self.logged = keys_at(start, read_metrics(out_dir / "metrics.jsonl"))
+
     def ignore(self, *_) -> None: ...
 
     train = evaluation = sample = message = draw = close = ignore
@@ -310,6 +314,11 @@ def read_metrics(path: Path) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def keys_at(step: int, rows: list[dict]) -> set[str]:
+    """What the rows of a step hold: a signal or a kill may have come before the rest of it."""
+    return {key for row in rows if row["step"] == step for key in row}
 
 
 def seconds_of(rows: list[dict]) -> float:

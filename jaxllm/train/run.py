@@ -20,7 +20,7 @@ from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
-from jaxllm.train.metrics import check_tracker, print_line, read_metrics
+from jaxllm.train.metrics import check_tracker, print_line
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 from jaxllm.train.summary import summarize_run
 
@@ -169,13 +169,14 @@ class Run:
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             saved, free = self.checkpoints.about(newest), {"data.tokenizer", "model.init_from"}
             free |= command_line.RATE  # config.yaml may be newer; files may have moved
-            command_line.check_kept(saved.get("config", {}), config.model_dump(), free, out_dir)
+            now = config.model_dump()
+            changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            emit(f"resume   from the checkpoint of step {newest} in {out_dir}")
+            emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with ThreadPoolExecutor(1) as pool:
@@ -246,9 +247,8 @@ class Run:
 
         steps, trace = self.config.train.steps, self.trace
         if self.start:  # a signal or a kill may have come between a save and what follows it
-            rows = read_metrics(self.out_dir / "metrics.jsonl")
-            logged = {key for row in rows if row["step"] == self.start for key in row}
-            self._evaluate_sample_save(self.start, self._due(self.start) - logged - {"checkpoint"})
+            due = self._due(self.start) - self.log.logged - {"checkpoint"}
+            self._evaluate_sample_save(self.start, due)
         clock = StepClock(self._record, self.advice)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):
