@@ -163,7 +163,7 @@ class Run:
             vocab_size=config.model.vocab_size,
         )
         self.prompt = launch.prompt_of(config.sample, self.dataset)
-        self.start, self.samples, saved = 0, 0, {}
+        self.start, self.samples, saved, changed = 0, 0, {}, ""
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)

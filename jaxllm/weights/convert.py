@@ -237,7 +237,8 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
         page |= take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
-        (place.name, place.to_theirs(config, weights.read(place.ours))) for place in places(config)
+        (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
+        for place in places(config)
     )
     write_tensors(folder, config, dtype, tensors)
     if isinstance(weights, AdapterWeights):
