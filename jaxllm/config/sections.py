@@ -285,6 +285,10 @@ class Config(Section):
                 f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
             )
 
+    def with_model(self, **changes) -> "Config":
+        """The run with other values in its section `model`."""
+        return self.model_copy(update={"model": self.model.model_copy(update=changes)})
+
     def to_yaml(self) -> str:
         """The complete configuration as YAML, which `load` reads back."""
         return yaml_text.dump(self.model_dump())

@@ -152,14 +152,12 @@ class RunLog:
             print_line(text)
 
     def draw(self) -> None:
-        """Draws loss.png from metrics.jsonl."""
         try:
             draw_loss(self.path, self.picture)
         except OSError as e:
             self.message(f"{self.picture} could not be drawn: {e.strerror}")
 
     def close(self) -> None:
-        """Closes the progress bar and the files."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -218,7 +216,6 @@ class Board:
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, row: dict) -> None:
-        """Writes the values of one row."""
         from tensorboardX.summary import scalar, text
 
         for name, value in row.items():
@@ -230,7 +227,6 @@ class Board:
             self.writer.flush()  # too slow for every step
 
     def close(self) -> None:
-        """Writes pending events."""
         self.writer.close()
 
     def _event(self, step: int, **content) -> None:
@@ -281,7 +277,6 @@ class Wandb:
         self.where = f"offline; `wandb sync {folder}` sends it" if offline else self.run.url
 
     def write(self, row: dict) -> None:
-        """Logs the values of one row."""
         values = {k: v for k, v in row.items() if k != "step" and v is not None}
         self.run.log(values, step=row["step"])
 

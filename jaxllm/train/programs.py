@@ -49,7 +49,8 @@ def find_or_compile(
     traced, few = trace(trainer), None
     if timings is not None and not timings.exists() and trainer.config.model.n_layers > BLOCKS:
         with dispatch.rehearsal():  # whose ops do not count
-            few = trace(trainer.with_blocks(BLOCKS))
+            config = trainer.config.with_model(n_layers=BLOCKS)
+            few = trace(Trainer(config, trainer.mesh, trainer.packing))
     program = compile_autotuned(traced, timings, few)
     if place is not None:
         write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
@@ -198,7 +199,7 @@ def compile_autotuned(
     # The name is a part of the key of the compiled program, so all runs have the same.
     times, named = timings.read_bytes(), timings
     if cache_is_used():
-        shared = timings_folder() / f"{hashlib.sha256(times).hexdigest()}.txt"
+        shared = cache_folder(None) / "timings" / f"{hashlib.sha256(times).hexdigest()}.txt"
         with contextlib.suppress(OSError):  # the cache is full or not writable
             write_new(shared, times)
             named = shared
@@ -213,7 +214,7 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
     device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
     place = jax.__version__, device.client.platform_version, device.device_kind
     key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
-    known = timings_folder() / f"{key}.txt" if cache_is_used() else timings
+    known = cache_folder(None) / "timings" / f"{key}.txt" if cache_is_used() else timings
     if not timings.exists() and os.access(known, os.R_OK):
         write_new(timings, known.read_bytes())
     if not timings.exists():
@@ -231,11 +232,6 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
     with contextlib.suppress(OSError):  # the cache is full or not writable
         write_new(known, timings.read_bytes())
     return True
-
-
-def timings_folder() -> Path:
-    """The folder of our cache with the times of matmuls."""
-    return cache_folder(None) / "timings"
 
 
 def write_new(path: Path, content: bytes) -> None:

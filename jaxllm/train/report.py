@@ -19,6 +19,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.loading import flat
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
@@ -166,13 +167,8 @@ class LoadedRun:
             sections = yaml.safe_load(self.config)
         except yaml.YAMLError:
             return {}
-        sections = sections if isinstance(sections, dict) else {}
-        return {
-            f"{section}.{key}": str(value)
-            for section, values in sections.items()
-            if isinstance(values, dict)
-            for key, value in values.items()
-        }
+        found = flat(sections) if isinstance(sections, dict) else {}
+        return {key: str(value) for key, value in found.items() if "." in key}
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -344,7 +340,6 @@ def differences(runs: list[LoadedRun]) -> list[list[str]]:
 
 
 def page(runs: list[LoadedRun]) -> str:
-    """The whole HTML page."""
     columns = [summary(run) for run in runs]
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
     # The name of each run after a dot in the color of its curves.

@@ -37,17 +37,15 @@ def _run(argv: list[str]) -> int:
     source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
-    check_dtypes(config)
-    if arguments.dry_run is None:  # a dry run opens no data
-        check_files(config)
-        check_tracker(config)
-    elif arguments.dry_run != "here":  # GPUs like 64xH200, which need not be here
+    gpus = None if arguments.dry_run == "here" else arguments.dry_run
+    check_input(config, opens_data=arguments.dry_run is None)
+    if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
-    if arguments.dry_run not in (None, "here"):
+    if gpus:
         from jaxllm.train.predict import predict
 
-        print_line(predict(config, arguments.dry_run))
+        print_line(predict(config, gpus))
         return 0
     where = processes.places(
         arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
@@ -82,24 +80,23 @@ def _train(arguments: command_line.Arguments) -> int:
     return status
 
 
-def check_dtypes(config: Config) -> None:
-    """Raises InputError for a valid configuration that cannot be trained."""
+def check_input(config: Config, opens_data: bool) -> None:
+    """Raises InputError for a valid configuration that cannot be trained, or names missing files.
+
+    Does not import JAX, which takes seconds.
+    """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
             raise InputError(
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
-
-
-def check_files(config: Config) -> None:
-    """Raises InputError for a configuration that names missing files.
-
-    Does not import JAX, which takes seconds.
-    """
+    if not opens_data:
+        return
     if config.model.init_from is not None:
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(config.data)
+    check_tracker(config)
 
 
 def dry_run(config: Config) -> int:
