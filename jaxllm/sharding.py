@@ -201,16 +201,18 @@ def split_heads(x: jax.Array) -> jax.Array:
 
     Device i of the N context devices gets the i-th part of the heads.
     """
-    if context_size() == 1:
-        return x
-    return jax.lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
+    return _exchange(x, "context", 2, 1)
 
 
 def split_sequence(x: jax.Array) -> jax.Array:
     """The inverse of `split_heads`: (B, T, H / N, ...) to (B, T / N, H, ...)."""
-    if context_size() == 1:
+    return _exchange(x, "context", 1, 2)
+
+
+def _exchange(x: jax.Array, name: str, split: int, joined: int) -> jax.Array:
+    if _size(name) == 1:
         return x
-    return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
+    return jax.lax.all_to_all(x, name, split_axis=split, concat_axis=joined, tiled=True)
 
 
 def all_tokens(tokens: jax.Array) -> jax.Array:
@@ -227,8 +229,7 @@ def own_tokens(x: jax.Array) -> jax.Array:
     The columns are divided as a parameter's: over fsdp, and each part over context.
     """
     for axis, name in reversed(list(enumerate(SHARDS))):
-        if _size(name) > 1:
-            x = jax.lax.all_to_all(x, name, split_axis=axis, concat_axis=2, tiled=True)
+        x = _exchange(x, name, axis, 2)
     return x
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from eight_devices import EXACT, batch, trainer, weights
 
 from jaxllm.train.process import set_xla_flags
-from jaxllm.train.step import step_graph
+from jaxllm.train.step import step_model
 
 MESHES = {"llama3": ["fsdp", "fsdp, context, tensor"]}
 if os.environ.get("MESHES") == "all":
@@ -29,7 +29,7 @@ def gradients(model: str, mesh: str) -> dict:
     """The loss, and the gradients by parameter."""
     t = trainer(model, mesh, rows=ROWS, **EXACT)
     train = t.config.train.model_copy(update={"fp8": "all"})
-    graph = step_graph(t.config.model_copy(update={"train": train}))
+    graph = step_model(t.config.model_copy(update={"train": train}))[0]
     grad = jax.jit(
         jax.value_and_grad(lambda params, batch: t._loss_sum(params, batch, graph=graph)[0]),
         out_shardings=(None, t.state_shardings.params),

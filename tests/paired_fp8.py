@@ -96,7 +96,7 @@ def compare_gradients(config) -> None:
     import numpy as np
 
     from jaxllm import sharding
-    from jaxllm.train.step import Trainer, step_graph
+    from jaxllm.train.step import Trainer, step_model
 
     trainer = Trainer(config, sharding.make_mesh(config.mesh))
     step, state = trainer.trace_train_step().lower().compile(), trainer.init()
@@ -109,7 +109,7 @@ def compare_gradients(config) -> None:
     def gradients(mode, **dtypes):  # of the blocks' matrices
         train = config.train.model_copy(update={"fp8": mode})
         model = config.model.model_copy(update=dtypes)
-        graph = step_graph(config.model_copy(update={"train": train, "model": model}))
+        graph = step_model(config.model_copy(update={"train": train, "model": model}))[0]
         loss = lambda params, batch: trainer._loss_sum(params, batch, graph=graph)[0]
         with jax.set_mesh(trainer.mesh):
             found = jax.jit(jax.grad(loss))(state.params, batch)

@@ -326,15 +326,19 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     return wanted
 
 
-def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> None:
-    """Raises InputError for a setting that a resumed run cannot change, unless it is in `free`.
+def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str:
+    """The settings that a resumed run changes, for the end of a line; "" if it changes none.
 
+    Raises InputError for one that it cannot change, unless it is in `free`.
     An earlier version may have stored fewer settings.
     """
+    changed = []
     old, new = flat(stored), flat(wanted)
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
         value, before = new[key], old.get(key, new[key])
+        if value != before:
+            changed.append(f"{key}={value!r} (was {before!r})")
         if value != before and key not in CHANGEABLE | free:
             fix = "start a new run from its weights"
             if key in RATE:
@@ -343,3 +347,4 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> Non
                 f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
                 f" keeps it: {fix} (--model.init_from {out_dir}, another --out_dir)"
             )
+    return f"; changed: {', '.join(changed)}" if changed else ""

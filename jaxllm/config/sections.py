@@ -282,6 +282,10 @@ class Config(Section):
             )
         return self
 
+    def with_model(self, **changes) -> "Config":
+        """The run with other values in its section `model`."""
+        return self.model_copy(update={"model": self.model.model_copy(update=changes)})
+
     def to_yaml(self) -> str:
         """The complete configuration as YAML, which `load` reads back."""
         return yaml_text.dump(self.model_dump())

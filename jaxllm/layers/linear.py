@@ -155,13 +155,10 @@ class Transposed:
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias; sums of a single row x are in float32."""
-        if x.size == x.shape[-1]:
-            return self.times_row(x, bias, dtype or x.dtype)
-        y = jnp.matmul(x, self.matrix(x.dtype), preferred_element_type=dtype or x.dtype)
-        return y if bias is None else y + bias.astype(y.dtype)
-
-    def times_row(self, x: Float[Array, "... in"], bias: Bias, dtype) -> Float[Array, "... out"]:
-        """x W + bias of a single row x, summed in float32."""
+        dtype = dtype or x.dtype
+        if x.size > x.shape[-1]:
+            y = jnp.matmul(x, self.matrix(x.dtype), preferred_element_type=dtype)
+            return y if bias is None else y + bias.astype(y.dtype)
         terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
         if bias is not None:
             # The bias is part of the first term: XLA would add it in another kernel.

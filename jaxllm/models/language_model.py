@@ -335,15 +335,12 @@ def _gradients_in_order(_, gradients):
 _with_gradients_in_order = with_gradient(lambda *both: (both, None), _gradients_in_order)
 
 
-def _cudnn_saveable(primitive, *_, **__) -> bool:
-    return primitive.name.startswith("dot_product_attention_fwd")
-
-
 _either = checkpoint_policies.save_from_both_policies
 # The output of attention and its log-sum-exp, or the vLSTM's output and normalizer.  Our kernels
 # and the XLA forms name them; cuDNN's attention is one primitive.
 _mixing_saveable = _either(
-    checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"), _cudnn_saveable
+    checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"),
+    lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd"),
 )
 # What each value of `model.remat` saves of a block besides its input, and, in fp8, besides the
 # single numbers that scales are made of, each of which takes a pass over an array.

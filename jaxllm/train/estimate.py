@@ -23,7 +23,7 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError
 from jaxllm.models import flops_per_token
 from jaxllm.train.metrics import peak_flops
-from jaxllm.train.step import Trainer, step_graph
+from jaxllm.train.step import Trainer, step_model
 from jaxllm.weights.packed import Packing
 
 GIB = 2**30
@@ -108,7 +108,13 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
     limit, more = memory_limit(mesh), config.model.n_layers - 1
     if limit is None:
         return
-    one, two = (np.array(_needs(config, mesh, packing, n)) for n in (1, 2))
+    needs = []  # parameters, and bytes per device with their moments and gradients
+    for n_layers in (1, 2):
+        trainer = Trainer(config.with_model(n_layers=n_layers), mesh, packing)
+        parts = state_memory(trainer)
+        kinds = ("frozen", "parameters", "moments", "gradients")
+        needs.append(np.array([trainer.n_params, sum(parts[kind] for kind in kinds)]))
+    one, two = needs
     params, need = (one + more * (two - one)).tolist()
     need *= limit.devices
     if need > limit.size:
@@ -117,15 +123,6 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
             f" gradients, {limit.owner} has {limit.size / GIB:,.1f} GiB; make the model smaller, or"
             " split it over more devices (mesh.fsdp)"
         )
-
-
-def _needs(config: Config, mesh: Mesh, packing: Packing | None, n_layers: int) -> tuple[int, int]:
-    """(parameters, bytes per device with their moments and gradients) for n_layers."""
-    model = config.model.model_copy(update={"n_layers": n_layers})
-    trainer = Trainer(config.model_copy(update={"model": model}), mesh, packing)
-    parts = state_memory(trainer)
-    kinds = ("frozen", "parameters", "moments", "gradients")
-    return trainer.n_params, sum(parts[kind] for kind in kinds)
 
 
 def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dict[str, int]:
@@ -144,12 +141,11 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
         (train.batch_size // parts, train.seq_len // shape["context"]), jnp.int32
     )
     batch = dict.fromkeys(trainer.abstract_batch(), like)
-    graph = step_graph(trainer.config, model)
-    kept, logits = _kept_by_forward(graph, model, working, frozen, batch)
+    config = trainer.config.model_copy(update={"model": model})
+    kept, logits = _kept_by_forward(config, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
-        plain = model.model_copy(update={"remat": "none"})
-        graph = step_graph(trainer.config, plain)
-        whole = _kept_by_forward(graph, plain, working, frozen, batch)[0]
+        plain = config.with_model(remat="none")
+        whole = _kept_by_forward(plain, working, frozen, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
         logits *= 2  # their gradient has a byte in each order, and does not overwrite them
@@ -157,16 +153,17 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
 
 
 def _kept_by_forward(
-    graph: nnx.GraphDef, model: ModelConfig, working: nnx.State, frozen: nnx.State, batch
+    config: Config, working: nnx.State, frozen: nnx.State, batch
 ) -> tuple[int, int]:
     """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
+    graph, _ = step_model(config)
 
     def backward(params, frozen, batch):
         return jax.vjp(lambda params: nnx.merge(graph, params, frozen).loss(**batch), params)[1]
 
     traced = jax.make_jaxpr(backward)(working, frozen, batch).jaxpr
     shapes = {leaf.shape for leaf in jax.tree.leaves((working, frozen))}
-    vocabulary = model.padded_vocab_size
+    vocabulary = config.model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
     given = set(traced.invars)
     kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in given}
@@ -177,13 +174,9 @@ def _kept_by_forward(
     logits = sum(_bytes(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(_bytes, arrays)) - logits
     # A kernel computes logits in chunks and keeps none; then the largest chunk counts.
-    return activations, max(logits, _largest(traced, is_logits))
-
-
-def _largest(jaxpr: Jaxpr, of) -> int:
-    """Bytes of the largest array in a program for which of(array) is true."""
-    arrays = (v.aval for equation in equations(jaxpr) for v in equation.outvars)
-    return max((_bytes(a) for a in arrays if hasattr(a, "shape") and of(a)), default=0)
+    computed = (v.aval for equation in equations(traced) for v in equation.outvars)
+    chunks = (_bytes(a) for a in computed if hasattr(a, "shape") and is_logits(a))
+    return activations, max([logits, *chunks])
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -200,7 +193,8 @@ def _bytes(array) -> int:
 
 def summarize(trainer: Trainer) -> str:
     """Describes memory, operations and time of a run in lines of text; traces the model once."""
-    return "\n".join([*_memory_lines(trainer), *_time_lines(trainer.config, trainer.mesh)])
+    lines = _memory_lines(trainer) + _time_lines(trainer.config, trainer.mesh)
+    return "\n".join(lines)
 
 
 def _memory_lines(trainer: Trainer) -> list[str]:

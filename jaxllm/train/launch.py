@@ -238,11 +238,11 @@ def open_log(
 ) -> RunLog | SilentLog:
     """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
-        return SilentLog()
-    config = trainer.config
+        return SilentLog(out_dir, start)
+    config, tokenizer = trainer.config, dataset.tokenizer
     tokens = config.train.batch_size * config.train.seq_len
-    if dataset.tokenizer is not None:  # makes the directory self-contained
-        path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer
+    if tokenizer is not None:  # makes the directory self-contained
+        path = out_dir / "tokenizer.json"
         if path.exists() and Tokenizer(path).digest != tokenizer.digest:
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         tokenizer.copy_to(out_dir)
@@ -251,9 +251,10 @@ def open_log(
     # A run that is killed before its first checkpoint begins again at --resume; a copy without this
     # folder does not.
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
-    about["device"] = device_name(trainer.mesh)
-    if (tokenizer := dataset.tokenizer) is not None and isinstance(dataset.val, Tokens):
+    about: dict[str, Any] = dict(
+        model=trainer.describe(), tokens_per_step=tokens, device=device_name(trainer.mesh)
+    )
+    if tokenizer is not None and isinstance(dataset.val, Tokens):
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count
         about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}

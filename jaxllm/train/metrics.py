@@ -68,6 +68,7 @@ class RunLog:
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         # A resumed run repeats the steps after `start`, and one that begins again also step 0.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
+        self.logged = keys_at(start, before)
         if self.path.exists():
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
         self.rows = len(before)
@@ -151,14 +152,12 @@ class RunLog:
             print_line(text)
 
     def draw(self) -> None:
-        """Draws loss.png from metrics.jsonl."""
         try:
             draw_loss(self.path, self.picture)
         except OSError as e:
             self.message(f"{self.picture} could not be drawn: {e.strerror}")
 
     def close(self) -> None:
-        """Closes the progress bar and the files."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -217,7 +216,6 @@ class Board:
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, row: dict) -> None:
-        """Writes the values of one row."""
         from tensorboardX.summary import scalar, text
 
         for name, value in row.items():
@@ -229,7 +227,6 @@ class Board:
             self.writer.flush()  # too slow for every step
 
     def close(self) -> None:
-        """Writes pending events."""
         self.writer.close()
 
     def _event(self, step: int, **content) -> None:
@@ -280,7 +277,6 @@ class Wandb:
         self.where = f"offline; `wandb sync {folder}` sends it" if offline else self.run.url
 
     def write(self, row: dict) -> None:
-        """Logs the values of one row."""
         values = {k: v for k, v in row.items() if k != "step" and v is not None}
         self.run.log(values, step=row["step"])
 
@@ -293,6 +289,9 @@ class SilentLog:
     """Replaces RunLog on all processes but the first, and logs nothing."""
 
     rows = 0
+
+    def __init__(self, out_dir: Path, start: int):
+        self.logged = keys_at(start, read_metrics(out_dir / "metrics.jsonl"))
 
     def ignore(self, *_) -> None: ...
 
@@ -310,6 +309,11 @@ def read_metrics(path: Path) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def keys_at(step: int, rows: list[dict]) -> set[str]:
+    """What the rows of a step hold: a signal or a kill may have come before the rest of it."""
+    return {key for row in rows if row["step"] == step for key in row}
 
 
 def seconds_of(rows: list[dict]) -> float:

@@ -81,16 +81,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
     )
     if config.name == "muon":
-        rule = optax.partition({"muon": muon(config, steps), "adamw": rule}, _rules)
+        is_muon = lambda path, p: path[0].key == "blocks" and p.ndim == 2
+        name = lambda *at: "muon" if is_muon(*at) else "adamw"
+        names = lambda params: jax.tree.map_with_path(name, params)
+        rule = optax.partition({"muon": muon(config, steps), "adamw": rule}, names)
     if not config.clip_norm:
         return rule
     return optax.chain(clip_by_global_norm(config.clip_norm), rule)
-
-
-def _rules(params):
-    """The name of each parameter's rule."""
-    is_muon = lambda path, p: path[0].key == "blocks" and p.ndim == 2
-    return jax.tree.map_with_path(lambda *p: "muon" if is_muon(*p) else "adamw", params)
 
 
 def muon(config: OptimizerConfig, steps: int, dtype=jnp.bfloat16) -> optax.GradientTransformation:

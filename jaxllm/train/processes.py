@@ -219,7 +219,9 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(ending,), daemon=True).start()
+    # Reading returns when the process that watches is dead.
+    end = lambda: (os.read(ending, 1), os._exit(1))
+    threading.Thread(target=end, daemon=True).start()
 
     def run() -> int:
         try:
@@ -243,11 +245,6 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # Python's own exit would wait for processes that fail
-
-
-def _end_with(fd: int) -> None:
-    os.read(fd, 1)  # returns when the process that watches is dead
-    os._exit(1)
 
 
 def _of_peers(e: Exception) -> bool:

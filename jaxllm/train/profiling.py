@@ -64,7 +64,6 @@ class StepTrace:
         return self.first is not None and (stopping or step + 1 not in self.span)
 
     def start(self, step: int) -> None:
-        """Starts the trace."""
         jax.profiler.start_trace(str(self.folder))
         self.first = step
 

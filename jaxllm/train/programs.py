@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import sys
+import sysconfig
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -48,7 +49,8 @@ def find_or_compile(
     traced, few = trace(trainer), None
     if timings is not None and not timings.exists() and trainer.config.model.n_layers > BLOCKS:
         with dispatch.rehearsal():  # whose ops do not count
-            few = trace(trainer.with_blocks(BLOCKS))
+            config = trainer.config.with_model(n_layers=BLOCKS)
+            few = trace(Trainer(config, trainer.mesh, trainer.packing))
     program = compile_autotuned(traced, timings, few)
     if place is not None:
         write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
@@ -109,8 +111,11 @@ def _modules() -> tuple[list[str], int]:
     """
     ours, stdlib = str(Path(__file__).parents[2]), os.path.dirname(os.__file__)
     counted = tuple(os.path.join(ours, name, "") for name in ("jaxllm", "pallas_kernels"))
+    # Both commands count, whichever of them started this process: they find each other's steps.
+    commands = (ours, "train.py"), (sysconfig.get_path("scripts"), "jaxllm")
     scripts, newest = [], 0
-    for path in {getattr(module, "__file__", None) for module in list(sys.modules.values())}:
+    modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    for path in {*modules, *(os.path.join(*command) for command in commands)}:
         if path is None or path.startswith(counted) or not os.path.isfile(path):
             continue
         if "-packages" in path or path.startswith(stdlib):  # site-packages, dist-packages
@@ -135,7 +140,7 @@ def write(
     times = timings.read_bytes() if timings is not None and timings.exists() else None
     try:
         content = pickle.dumps((serialize_executable.serialize(program), decisions, times))
-        put(place, _checksum(place, content) + content)
+        write_new(place, _checksum(place, content) + content)
     except Exception as e:  # whatever JAX or pickle raises, or a full disk
         log.warning("the compiled step is not kept: %s", in_short(e))
 
@@ -169,7 +174,7 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
         log.warning("%s cannot be read, compiling again: %s", place, in_short(e))
         return None
     if timings is not None and times is not None:
-        put(timings, times)
+        write_new(timings, times)
     for decision in Counter(decisions).elements():
         dispatch.record(decision)
     return program
@@ -194,9 +199,9 @@ def compile_autotuned(
     # The name is a part of the key of the compiled program, so all runs have the same.
     times, named = timings.read_bytes(), timings
     if cache_is_used():
-        shared = timings_folder() / f"{hashlib.sha256(times).hexdigest()}.txt"
+        shared = cache_folder(None) / "timings" / f"{hashlib.sha256(times).hexdigest()}.txt"
         with contextlib.suppress(OSError):  # the cache is full or not writable
-            put(shared, times)
+            write_new(shared, times)
             named = shared
     return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
 
@@ -209,9 +214,9 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
     device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
     place = jax.__version__, device.client.platform_version, device.device_kind
     key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
-    known = timings_folder() / f"{key}.txt" if cache_is_used() else timings
+    known = cache_folder(None) / "timings" / f"{key}.txt" if cache_is_used() else timings
     if not timings.exists() and os.access(known, os.R_OK):
-        put(timings, known.read_bytes())
+        write_new(timings, known.read_bytes())
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
         # This compilation only times, and writes the file, under another name until it is whole.
@@ -225,16 +230,11 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
             return False
         partial.replace(timings)
     with contextlib.suppress(OSError):  # the cache is full or not writable
-        put(known, timings.read_bytes())
+        write_new(known, timings.read_bytes())
     return True
 
 
-def timings_folder() -> Path:
-    """The folder of our cache with the times of matmuls."""
-    return cache_folder(None) / "timings"
-
-
-def put(path: Path, content: bytes) -> None:
+def write_new(path: Path, content: bytes) -> None:
     """Writes a file unless it exists."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

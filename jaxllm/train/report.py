@@ -15,8 +15,11 @@ from pathlib import Path
 from statistics import median
 
 import yaml
+from jinja2 import Environment
+from markupsafe import Markup
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.loading import flat
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
@@ -84,8 +87,35 @@ for (const figure of document.querySelectorAll("figure[data-curves]")) {
 """
 
 
-class Html(str):
-    """Text that is already HTML."""
+PAGE = (
+    DOCTYPE
+    + """<html lang=en><head><meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1">
+{%- macro table(head, rows) -%}
+<table><thead><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr></thead><tbody>
+{%- for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor -%}
+</tbody></table>
+{%- endmacro %}
+<title>{{ runs | map(attribute="name") | join(", ") }}</title><style>{{ style }}</style></head>
+<body><h1>Training report</h1>
+{{ table(["run"] + names, facts) }}
+<h2>Curves</h2><div class=grid>{{ charts | join }}</div>
+{% if differences %}<h2>What differs</h2>{{ table(["setting"] + names, differences) }}{% endif %}
+{% for run in runs %}
+<h2>{{ names[loop.index0] }}</h2>
+{% for step, text in run.samples() %}
+{% if loop.first %}<h3>Samples over time</h3><div class=grid>{% endif %}
+<figure><figcaption>step {{ "{:,}".format(step) }}</figcaption><pre tabindex=0>
+{{ text }}</pre></figure>
+{% if loop.last %}</div>{% endif %}
+{% endfor %}
+{% if run.ops %}<h3>How the ops ran</h3>{{ table(["op", "runs on", "why"], run.ops) }}{% endif %}
+{% if run.versions %}<h3>Versions</h3>{{ table(run.versions, [run.versions.values()]) }}{% endif %}
+<details><summary>Configuration</summary><pre>{{ run.config }}</pre></details>
+{% endfor %}
+<script>{{ script }}</script></body></html>
+"""
+)
 
 
 class LoadedRun:
@@ -137,13 +167,8 @@ class LoadedRun:
             sections = yaml.safe_load(self.config)
         except yaml.YAMLError:
             return {}
-        sections = sections if isinstance(sections, dict) else {}
-        return {
-            f"{section}.{key}": str(value)
-            for section, values in sections.items()
-            if isinstance(values, dict)
-            for key, value in values.items()
-        }
+        found = flat(sections) if isinstance(sections, dict) else {}
+        return {key: str(value) for key, value in found.items() if "." in key}
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -276,19 +301,6 @@ def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; cells are escaped unless they are Html."""
-    cell = lambda x: x if isinstance(x, Html) else html.escape(str(x))
-    line = lambda tag, cells: "".join(f"<{tag}>{cell(c)}</{tag}>" for c in cells)
-    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def named(run: LoadedRun) -> Html:
-    """The run's name after a dot in the color of its curves."""
-    return Html(f'<i class="dot" style="background:{run.color}"></i>{html.escape(run.name)}')
-
-
 def summary(run: LoadedRun) -> dict[str, str]:
     """The run's column in the first table, {row: value}; "" if unknown."""
 
@@ -300,17 +312,15 @@ def summary(run: LoadedRun) -> dict[str, str]:
     duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
+    each = run.bits or 0
+    bits = number("val_loss", "{:.4f}", lambda values: min(values) * each) if each else ""
     return {
         "model": str(run.about.get("model", "")),
         "steps": f"{steps:,}{wanted}",
         "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
         "loss of the last step": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
-        "best validation, bits per byte": number(
-            "val_loss", "{:.4f}", lambda values: min(values) * (run.bits or 0)
-        )
-        if run.bits
-        else "",
+        "best validation, bits per byte": bits,
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
         "MFU, median": number("mfu", "{:.1%}", median),
         "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
@@ -321,55 +331,31 @@ def summary(run: LoadedRun) -> dict[str, str]:
     }
 
 
-def differences(runs: list[LoadedRun]) -> str:
-    """A table of the settings in which the runs differ, or ""."""
+def differences(runs: list[LoadedRun]) -> list[list[str]]:
+    """The settings in which the runs differ, and their value in each run."""
     settings = [run.settings() for run in runs]
     keys = dict.fromkeys(key for found in settings for key in found)
     rows = [[key, *(found.get(key, "") for found in settings)] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    if not rows:
-        return ""
-    return "<h2>What differs</h2>" + table(["setting", *map(named, runs)], rows)
-
-
-def details(run: LoadedRun) -> str:
-    """The part of the page about one run: samples, ops, versions, configuration."""
-    parts = [f"<h2>{named(run)}</h2>"]
-    if samples := run.samples():
-        parts.append("<h3>Samples over time</h3><div class=grid>")
-        for step, text in samples:
-            parts.append(f"<figure><figcaption>step {step:,}</figcaption>")
-            parts.append(f"<pre tabindex=0>{html.escape(text)}</pre></figure>")
-        parts.append("</div>")
-    if run.ops:
-        parts += ["<h3>How the ops ran</h3>", table(["op", "runs on", "why"], run.ops)]
-    if run.versions:
-        values = list(run.versions.values())
-        parts += ["<h3>Versions</h3>", table(list(run.versions), [values])]
-    config = html.escape(run.config)
-    parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details>")
-    return "".join(parts)
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def page(runs: list[LoadedRun]) -> str:
-    """The whole HTML page."""
     columns = [summary(run) for run in runs]
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    title = html.escape(", ".join(run.name for run in runs))
-    return "".join(
-        [
-            f"{DOCTYPE}<html lang=en><head><meta charset=utf-8>"
-            "<meta name=viewport content='width=device-width, initial-scale=1'>"
-            f"<title>{title}</title><style>{STYLE}</style></head>"
-            "<body><h1>Training report</h1>",
-            table(["run", *map(named, runs)], [fact for fact in facts if any(fact[1:])]),
-            "<h2>Curves</h2><div class=grid>",
-            *(chart(runs, *of_chart) for of_chart in CHARTS),
-            "</div>",
-            differences(runs) if len(runs) > 1 else "",
-            *map(details, runs),
-            f"<script>{SCRIPT}</script></body></html>\n",
-        ]
+    # The name of each run after a dot in the color of its curves.
+    dot = Markup('<i class="dot" style="background:{}"></i>{}')
+    return (
+        Environment(autoescape=True)
+        .from_string(PAGE)
+        .render(
+            runs=runs,
+            names=[dot.format(run.color, run.name) for run in runs],
+            facts=[fact for fact in facts if any(fact[1:])],
+            charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
+            differences=differences(runs),
+            style=Markup(STYLE),
+            script=Markup(SCRIPT),
+        )
     )
 
 

@@ -21,7 +21,7 @@ from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
-from jaxllm.train.metrics import check_tracker, print_line, read_metrics
+from jaxllm.train.metrics import check_tracker, print_line
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 from jaxllm.train.summary import summarize_run
 
@@ -38,17 +38,15 @@ def _run(argv: list[str]) -> int:
     source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
-    check_dtypes(config)
-    if arguments.dry_run is None:  # a dry run opens no data
-        check_files(config)
-        check_tracker(config)
-    elif arguments.dry_run != "here":  # GPUs like 64xH200, which need not be here
+    gpus = None if arguments.dry_run == "here" else arguments.dry_run
+    check_input(config, opens_data=arguments.dry_run is None)
+    if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
-    if arguments.dry_run not in (None, "here"):
+    if gpus:
         from jaxllm.train.predict import predict
 
-        print_line(predict(config, arguments.dry_run))
+        print_line(predict(config, gpus))
         return 0
     where = processes.places(
         arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
@@ -83,24 +81,23 @@ def _train(arguments: argparse.Namespace) -> int:
     return status
 
 
-def check_dtypes(config: Config) -> None:
-    """Raises InputError for a valid configuration that cannot be trained."""
+def check_input(config: Config, opens_data: bool) -> None:
+    """Raises InputError for a valid configuration that cannot be trained, or names missing files.
+
+    Does not import JAX, which takes seconds.
+    """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
             raise InputError(
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
-
-
-def check_files(config: Config) -> None:
-    """Raises InputError for a configuration that names missing files.
-
-    Does not import JAX, which takes seconds.
-    """
+    if not opens_data:
+        return
     if config.model.init_from is not None:
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(config.data)
+    check_tracker(config)
 
 
 def dry_run(config: Config) -> int:
@@ -164,19 +161,20 @@ class Run:
             vocab_size=config.model.vocab_size,
         )
         self.prompt = launch.prompt_of(config.sample, self.dataset)
-        self.start, self.samples, saved = 0, 0, {}
+        self.start, self.samples, saved, changed = 0, 0, {}, ""
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             saved, free = self.checkpoints.about(newest), {"data.tokenizer", "model.init_from"}
             free |= command_line.RATE  # config.yaml may be newer; files may have moved
-            command_line.check_kept(saved.get("config", {}), config.model_dump(), free, out_dir)
+            now = config.model_dump()
+            changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            emit(f"resume   from the checkpoint of step {newest} in {out_dir}")
+            emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with ThreadPoolExecutor(1) as pool:
@@ -247,9 +245,8 @@ class Run:
 
         steps, trace = self.config.train.steps, self.trace
         if self.start:  # a signal or a kill may have come between a save and what follows it
-            rows = read_metrics(self.out_dir / "metrics.jsonl")
-            logged = {key for row in rows if row["step"] == self.start for key in row}
-            self._evaluate_sample_save(self.start, self._due(self.start) - logged - {"checkpoint"})
+            due = self._due(self.start) - self.log.logged - {"checkpoint"}
+            self._evaluate_sample_save(self.start, due)
         clock = StepClock(self._record, self.advice)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):

@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
-from jaxllm.config import Config, ModelConfig, evaluated
+from jaxllm.config import Config, evaluated
 from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
 from jaxllm.models import create
-from jaxllm.models.language_model import IGNORE, LanguageModel
+from jaxllm.models.language_model import IGNORE
 from jaxllm.train.optim import (
     Watch,
     at_step,
@@ -59,17 +59,11 @@ class Checked(NamedTuple):
     after: TrainState  # as saved
 
 
-def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef:
-    """The graph of the configured model as the train step computes it, perhaps in fp8.
-
-    model: with other values of remat or kernels than the configuration's.
-    """
-    return nnx.split(_step_model(config, model), nnx.Param, DropoutKey)[0]
-
-
-def _step_model(config: Config, model: ModelConfig | None = None) -> LanguageModel:
-    """The shapes of the model as the train step computes it."""
-    return nnx.eval_shape(lambda: create(model or config.model, fp8=config.train.fp8))
+def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
+    """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
+    model = nnx.eval_shape(lambda: create(config.model, fp8=config.train.fp8))
+    graph, _, keys = nnx.split(model, nnx.Param, DropoutKey)
+    return graph, keys
 
 
 def _is_variable(node) -> bool:
@@ -113,8 +107,7 @@ class Trainer:
             self.abstract_base_params = base
             self.abstract_base = frozen(base, config.model, self.packing)
         self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
-        split = nnx.split(_step_model(config), nnx.Param, DropoutKey)
-        self.step_graph, _, self.abstract_keys = split
+        self.step_graph, self.abstract_keys = step_model(config)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.copied = [  # one flag per parameter
             bool(p.get_metadata().get("copied")) and p.dtype != dtype
@@ -124,12 +117,6 @@ class Trainer:
         # Of the parameters in the forward and backward pass; those in the state may be split more.
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
-
-    def with_blocks(self, n: int) -> "Trainer":
-        """The same training of a model of n blocks."""
-        model = self.config.model.model_copy(update={"n_layers": n})
-        config = self.config.model_copy(update={"model": model})
-        return Trainer(config, self.mesh, self.packing)
 
     def describe(self) -> str:
         """The model in a few words."""

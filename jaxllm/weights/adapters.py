@@ -9,7 +9,7 @@ folder of peft (https://github.com/huggingface/peft) has the same in two files:
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,13 +97,12 @@ class AdapterWeights:
         """The configuration of the model without adapters."""
         return self.config.model_copy(update={"lora": None, "quantize": None, "init_from": None})
 
-    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """{our dotted path: float32 array} of merged parameters, as they were trained."""
-        return {name: self.param(name) for name in names}
-
     def param(self, name: str) -> np.ndarray:
-        """The merged parameter of a dotted path, in float32."""
-        return np.asarray(self._merged(name, self._held(name)))
+        """The merged parameter of a dotted path in float32, as it was trained."""
+        x = self.base.param(name)
+        self._sums |= array_checksums({name: x})
+        x = x if isinstance(self.base, PackedWeights) else self._seen(name, x)
+        return np.asarray(self._merged(name, x))
 
     def verify(self) -> None:
         """Raises InputError if the adapters belong to another base; all of it was read."""
@@ -131,12 +130,6 @@ class AdapterWeights:
         """The adapters with the structure of `abstract`, on the mesh."""
         whole = jax.NamedSharding(mesh, jax.P())
         return map_params(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
-
-    def _held(self, name: str) -> np.ndarray:
-        """A parameter of the base in float32, as training saw it."""
-        x = self.base.param(name)
-        self._sums |= array_checksums({name: x})
-        return x if isinstance(self.base, PackedWeights) else self._seen(name, x)
 
     def _seen(self, name: str, x: np.ndarray) -> np.ndarray:
         """A float32 parameter, packed or rounded as a run held it; peft rounds none."""
@@ -167,30 +160,32 @@ def load_base(
 
     params: shapes of the base's parameters.  merge: changes the float32 array of a name.
     """
-    packing, sums = packing_of(base, config), {}
+    packing = packing_of(base, config)
     shapes = frozen(params, config, packing)
-    at = named_params(frozen_shardings(shapes, mesh))
-    if isinstance(base, HuggingFaceWeights):
-        arrays = read_ahead(lambda name: (name, base.param(name, converts_there(name))), at)
-    else:
-        arrays = map(lambda name: (name, base.param(name)), at)
-
-    def load_one(name: str, variable: nnx.Variable):
-        sharding = at[name].get_value()
-        if isinstance(base, PackedWeights):
-            return base.load_one(name, jax.tree.leaves(sharding)[0])
-        read_name, x = next(arrays)
-        assert read_name == name
+    at, variables = named_params(frozen_shardings(shapes, mesh)), named_params(shapes)
+    if isinstance(base, PackedWeights):
+        place = lambda name: jax.tree.leaves(at[name].get_value())[0]
+        found = map_params(shapes, lambda name, _: base.load_one(name, place(name)))
+        return found, base.source
+    arrays, sums = {}, {}
+    for name, x in zip(variables, params_in_turn(base, variables), strict=True):
         if own := packing and packing.of(name, x.shape):
             x = jnp.asarray(x)  # once, for the checksum and to be packed
-        sums.update(array_checksums({name: x}))
+        sums |= array_checksums({name: x})
         x = x if merge is None else merge(name, x)
+        sharding = at[name].get_value()
         if own:
-            return jax.device_put(own.pack(x), sharding)
-        return put(x.astype(variable.get_value().dtype), sharding)
+            arrays[name] = jax.device_put(own.pack(x), sharding)
+        else:
+            arrays[name] = put(x.astype(variables[name].get_value().dtype), sharding)
+    return map_params(shapes, lambda name, _: arrays[name]), joint_checksum(sums)
 
-    found = map_params(shapes, load_one)
-    return found, base.source if isinstance(base, PackedWeights) else joint_checksum(sums)
+
+def params_in_turn(weights, names: Iterable[str]) -> Iterator:
+    """The float32 parameters of dotted paths, one at a time."""
+    if isinstance(weights, HuggingFaceWeights):
+        return read_ahead(lambda name: weights.param(name, converts_there(name)), names)
+    return map(weights.param, names)
 
 
 def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:

@@ -9,8 +9,6 @@ It has the matrices of the blocks in few bits, and with --head the head's.  The 
 positions and else the head stay in bfloat16; norms, biases and the two gates of a vLSTM in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -18,15 +16,10 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jaxllm.config import FORMATS
+from jaxllm.config import FORMATS, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
-
-if TYPE_CHECKING:  # imported late, because JAX takes seconds
-    from jaxllm.config import ModelConfig
-    from jaxllm.weights.packed import Packing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status(run, interrupted="interrupted: nothing was written")
 
 
-def _packing(args: argparse.Namespace) -> Packing | None:
-    """The format that the options name; None without --quantize."""
+def _packing(args: argparse.Namespace):
+    """The Packing that the options name; None without --quantize."""
     if args.quantize is None:
         given = [name for name in ("group", "head", "asymmetric") if getattr(args, name)]
         if given:
@@ -96,13 +89,13 @@ def convert(
     out: Path,
     step: int | None = None,
     dtype: str | None = None,
-    packing: Packing | None = None,
+    packing=None,
     merge: bool = False,
 ) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
     step: only for a run; dtype: only for a run that becomes a Hugging Face folder.
-    packing: makes a folder of packed weights.
+    packing: a Packing, which makes a folder of packed weights.
     merge: of adapters; without it, a run with model.lora becomes a folder of peft.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
@@ -187,18 +180,15 @@ def _config_to_train(model: ModelConfig, init_from: Path, tokenizer: Path | None
 
     tokenizer: the path that the folder's tokenizer.json will have.
     """
-    from jaxllm.config import Config, OptimizerConfig, TrainConfig
-
-    config = Config(
+    return Config(
         model=model.model_copy(update={"init_from": str(init_from)}),
+        data=DataConfig(tokenizer=str(tokenizer) if tokenizer else None),
         train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
         optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
     )
-    data = config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})
-    return config.model_copy(update={"data": data})
 
 
-def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> str:
+def _to_packed(weights, folder: Path, out: Path, packing) -> str:
     from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.packed import write_packed
 
@@ -237,7 +227,8 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
         page |= take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
-        (place.name, place.to_theirs(config, weights.read(place.ours))) for place in places(config)
+        (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
+        for place in places(config)
     )
     write_tensors(folder, config, dtype, tensors)
     if isinstance(weights, AdapterWeights):

@@ -70,42 +70,31 @@ class HuggingFaceWeights:
             self._rename(lambda n: bare(n) if bare(n) == HEAD else prefix + bare(n))
         self._check()
 
-    def read(self, place: Place, on_device: bool = False) -> dict[str, Any]:
-        """{our dotted path: contiguous float32 copy} of one tensor.
+    def param(self, name: str, on_device: bool = False) -> Any:
+        """A contiguous float32 copy of our parameter of a dotted path.
 
-        on_device: as JAX arrays.  A GPU transposes a matrix of the 8B in 20 ms, NumPy in 800.
+        on_device: as a JAX array.  A GPU transposes a matrix of the 8B in 20 ms, NumPy in 800.
         Raises InputError if the tensor is damaged or not finite.
         """
-        x = self._read(place)
-        parts = place.to_ours(self.config, jnp.array(x) if on_device else x).items()
-        if on_device:
-            found = {name: part.astype(jnp.float32) for name, part in parts}
-        else:
-            found = {name: np.array(part, np.float32, order="C") for name, part in parts}
-        for x in found.values():
-            check_finite(x, f"{self.folder}: {place.name}")
-        return found
-
-    def param(self, name: str, on_device: bool = False) -> Any:
-        """Our parameter of a dotted path, in float32; on_device: as for `read`."""
-        return self.read(self._holders[name], on_device)[name]
-
-    @functools.cached_property
-    def _holders(self) -> dict[str, Place]:
-        return {ours: place for place in places(self.config) for ours in place.ours}
-
-    def _read(self, place: Place) -> np.ndarray:
-        file, name = self._stored[place.name]
+        place = self._holders[name]
+        file, stored = self._stored[place.name]
         try:
-            x = self._files[file].get_tensor(name)
+            x = self._files[file].get_tensor(stored)
         except SafetensorError as e:
-            raise InputError(f"{self.folder / file} is damaged at {name}: {e}") from e
+            raise InputError(f"{self.folder / file} is damaged at {stored}: {e}") from e
         rotated = place.name.endswith(("q_proj.weight", "k_proj.weight"))
         if self._interleaved and rotated and self.config.type == "llama3":
             # Meta rotates rows 2j and 2j + 1 of a head together, Hugging Face rows j and j + D/2.
             pairs = x.reshape(-1, self.config.head_dim // 2, 2, x.shape[-1])
             x = pairs.swapaxes(1, 2).reshape(x.shape)
+        x = place.to_ours(self.config, jnp.array(x) if on_device else x)[name]
+        x = x.astype(jnp.float32) if on_device else np.array(x, np.float32, order="C")
+        check_finite(x, f"{self.folder}: {place.name}")
         return x
+
+    @functools.cached_property
+    def _holders(self) -> dict[str, Place]:
+        return {ours: place for place in places(self.config) for ours in place.ours}
 
     def _slice(self, name: str):
         file, stored = self._stored[name]

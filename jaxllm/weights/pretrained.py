@@ -19,11 +19,11 @@ from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_o
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.weights import adapters
-from jaxllm.weights.adapters import AdapterWeights
+from jaxllm.weights.adapters import AdapterWeights, params_in_turn
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
-from jaxllm.weights.huggingface import HuggingFaceWeights, converts_there, pickle_in, read_ahead
+from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.packed import PAGE, PackedWeights
-from jaxllm.weights.places import Place, map_params, named_params, places
+from jaxllm.weights.places import map_params, named_params
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
 _FREE = set(
@@ -236,16 +236,11 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     leaves = {name: variable.get_value() for name, variable in named_params(abstract).items()}
     if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
-    elif isinstance(weights, AdapterWeights):  # merged
-        arrays = {name: put(weights.param(name), leaf.sharding) for name, leaf in leaves.items()}
-        weights.verify()
-    else:
-        read = lambda place: weights.read(place, converts_there(place.ours[0]))
-        arrays = {
-            name: put(x, leaves[name].sharding)
-            for tensors in read_ahead(read, places(weights.config))
-            for name, x in tensors.items()
-        }
+    else:  # adapters are merged
+        found = zip(leaves.items(), params_in_turn(weights, leaves), strict=True)
+        arrays = {name: put(x, leaf.sharding) for (name, leaf), x in found}
+        if isinstance(weights, AdapterWeights):
+            weights.verify()
     return map_params(abstract, lambda name, _: arrays[name])
 
 
@@ -256,19 +251,11 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     first.  Raises RunError if the disk fails.
     """
     shapes = named_params(nnx.eval_shape(lambda: create(weights.config)))
-    state = {
-        _stored(name): _Unread(weights, place, name, shapes[name].shape)
-        for place in places(weights.config)
-        for name in place.ours
-    }
-    about = about | {
-        "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()},
-        "checksums": {
-            _stored(name): checksum
-            for place in places(weights.config)
-            for name, checksum in array_checksums(weights.read(place)).items()
-        },
-    }
+    state = {_stored(name): _Unread(weights, name, p.shape) for name, p in shapes.items()}
+    about = about | {"arrays": {}, "checksums": {}}
+    for name, leaf in state.items():
+        about["arrays"][name] = [list(leaf.shape), str(leaf.dtype)]
+        about["checksums"] |= array_checksums({name: leaf.read()})
     quiet_orbax()
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     try:
@@ -296,12 +283,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
 class _Unread:
     """A parameter that is read only when Orbax writes it."""
 
-    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str, shape: tuple):
-        self.weights, self.place, self.name = weights, place, name
+    def __init__(self, weights: HuggingFaceWeights, name: str, shape: tuple[int, ...]):
+        self.read = lambda: weights.param(name)
         self.shape, self.dtype = shape, np.dtype(np.float32)
-
-    def read(self) -> np.ndarray:
-        return self.weights.read(self.place)[self.name]
 
 
 class _UnreadHandler(ocp.type_handlers.NumpyHandler):

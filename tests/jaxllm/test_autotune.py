@@ -97,14 +97,14 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
 @pytest.mark.parametrize("full", [False, True])
 def test_a_cache_that_takes_no_file_costs_only_time(full, tmp_path, monkeypatch):
     if full:
-        write = programs.put
+        write = programs.write_new
 
-        def put(path, content):
+        def write_new(path, content):
             if "cache" in path.parts:
                 raise OSError(28, "No space left on device")
             write(path, content)
 
-        monkeypatch.setattr(programs, "put", put)
+        monkeypatch.setattr(programs, "write_new", write_new)
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -202,7 +202,7 @@ def test_params_json_is_applied_or_refused(tmp_path):
 
 def first_tensor(folder):
     weights = open_weights(folder)
-    return weights.read(places(weights.config)[0])["embedding.wte"][0, 0]
+    return weights.param("embedding.wte")[0, 0]
 
 
 def test_which_files_count(tmp_path, capsys):
@@ -285,7 +285,7 @@ def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
     for i, stored in enumerate((tensors, bare, mixed, half)):
         weights = open_weights(folder_of(tmp_path / str(i), "llama3", stored))
         for place in places(weights.config):
-            weights.read(place)
+            weights.param(place.ours[0])
     tied, name = weights_of("llama3_tied"), "model.embed_tokens.weight"
     renamed = {"lm_head.weight" if key == name else key: x for key, x in tied.items()}
     for i, stored in enumerate((tied, tied | {"lm_head.weight": tied[name]}, renamed)):
@@ -321,11 +321,10 @@ def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
 def test_a_device_converts_to_the_same_bits(name, dtype, tmp_path):
     tensors = {k: x.astype(dtype) for k, x in weights_of(name).items()}
     weights = open_weights(folder_of(tmp_path / "model", name, tensors))
-    for place in places(weights.config):
-        there = weights.read(place, on_device=True)
-        for ours, x in weights.read(place).items():
-            assert there[ours].dtype == x.dtype == np.float32
-            np.testing.assert_array_equal(np.asarray(there[ours]), x)
+    for ours in (ours for place in places(weights.config) for ours in place.ours):
+        there, x = weights.param(ours, on_device=True), weights.param(ours)
+        assert there.dtype == x.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(there), x)
 
 
 def test_tensors_are_read_ahead_in_order_and_only_a_few():

@@ -15,7 +15,7 @@ from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.process import check_kernels
-from jaxllm.train.step import Trainer, step_graph
+from jaxllm.train.step import Trainer, step_model
 from pallas_kernels import dispatch
 
 BF16 = dict(compute_dtype="bfloat16", residual_dtype="bfloat16")
@@ -90,7 +90,7 @@ def test_the_head_is_in_fp8_if_all_is(kind):
     of = trainer(kind, "all")
     state, batch = of.init(), of.put_batch(next(batches()))
     train = of.config.train.model_copy(update={"fp8": "matmuls"})
-    blocks = step_graph(of.config.model_copy(update={"train": train}))
+    blocks = step_model(of.config.model_copy(update={"train": train}))[0]
 
     def head_and_block(graph):
         loss = lambda params: of._loss_sum(params, batch, graph=graph)[0]

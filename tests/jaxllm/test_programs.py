@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sysconfig
 from types import SimpleNamespace
 
 import jax
@@ -265,7 +266,7 @@ def test_a_step_follows_the_times_of_its_run(kept, own, found, after, place, tmp
     program = launch.trace_step(trainer).lower().compile()
     programs.write(place, program, {}, earlier)
     if own is not None:
-        programs.put(timings, own)
+        programs.write_new(timings, own)
     assert (programs.read(place, trainer, timings) is not None) == found
     assert (timings.read_bytes() if timings.exists() else None) == after
     assert place.exists()
@@ -371,6 +372,17 @@ def test_a_script_and_an_edited_package_make_another_step(monkeypatch, tmp_path)
     assert not part_of_key(monkeypatch, _module(tmp_path / "jaxllm" / "x.py", "b"))
     place = tmp_path / "site-packages" / "optax.py"
     assert part_of_key(monkeypatch, _module(place, "a")) == {"installed"}
+
+
+def test_both_commands_find_the_same_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.delitem(programs.sys.modules, "train")
+    (tmp_path / "jaxllm").write_text("the package's console command")
+    for path in (training_runs.REPO / "train.py", tmp_path / "jaxllm"):
+        starts = SimpleNamespace(__file__=str(path))
+        assert not part_of_key(
+            monkeypatch, lambda patch, x=starts: patch.setitem(programs.sys.modules, "started", x)
+        )
 
 
 @pytest.mark.parametrize(

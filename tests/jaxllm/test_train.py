@@ -265,6 +265,8 @@ class TestFinishedRun:
         assert "to change it say --optimizer.learning_rate 0.0001 here, or start a new" in message
         assert f"--model.init_from {copy}, another --out_dir" in message
         assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
+        # Said, too, for a rate that was edited in config.yaml.
+        assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in capsys.readouterr().out
         rates = [r["lr"] for r in read_metrics(copy / "metrics.jsonl") if r.get("loss")]
         assert len(rates) == STEPS + 2
         assert max(rates) > 2e-3
