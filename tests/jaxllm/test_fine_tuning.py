@@ -21,7 +21,7 @@ from jaxllm.infer.chat import main as chat
 from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 ENDING = ", as any pirate knows!"
 TEMPLATE = (
@@ -75,7 +75,7 @@ def make_tokenizer(folder):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, compiled):
+def model(tmp_path_factory):
     """A Hugging Face folder of a model that answers without the ending."""
     folder = tmp_path_factory.mktemp("base")
     make_tokenizer(folder / "tokenizer")
@@ -161,7 +161,7 @@ def tiny(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(tiny, compiled, tmp_path_factory):
+def straight(tiny, tmp_path_factory):
     """The directory of a run without interruption."""
     out_dir = tmp_path_factory.mktemp("runs") / "straight"
     done = run(tiny, out_dir)

@@ -24,7 +24,7 @@ from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run
 
-pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
@@ -42,7 +42,7 @@ def run_until(tiny, out_dir, step, signal_number, *more):
 
 
 @pytest.fixture(scope="module")
-def straight(tiny, compiled, tmp_path_factory):
+def straight(tiny, tmp_path_factory):
     """An uninterrupted run: (its directory, the finished process)."""
     out_dir = tmp_path_factory.mktemp("runs") / "straight"
     done = run(tiny, out_dir, JAX_LOG_COMPILES="1")
