@@ -1,9 +1,11 @@
 """Settings that must be made before JAX starts."""
 
+import atexit
 import gc
 import logging
 import os
 import shutil
+import tempfile
 
 import pytest
 from cases import random_seed
@@ -13,12 +15,21 @@ from jaxtyping import install_import_hook
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
 # Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a
-# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.
+# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.  The last flag for a
+# CPU is that of train.py (jaxllm/train/process.py).
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    fast += " --xla_cpu_experimental_ynn_fusion_type="
 else:
     fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
 os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
+# On a CPU, XLA compiles each program once for all test processes and for those that tests start.
+# The process that starts the others makes the folder.
+if shutil.which("nvidia-smi") is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="jaxllm-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Python's garbage collector looks through all that JAX has traced and compiled; test processes need
 # 6% less time if it does so rarely.
 gc.set_threshold(100_000, 20, 100)

@@ -4,6 +4,8 @@ import jax
 import pytest
 from training_runs import write_tiny
 
+from jaxllm.train import process, run
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -11,12 +13,25 @@ def tiny(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _same_flags():
+    """Each run in this process sets XLA_FLAGS, part of the cache's keys, as a process's first."""
+    before = os.environ.get("XLA_FLAGS", "")
+
+    def set_xla_flags(deterministic):
+        os.environ["XLA_FLAGS"] = before
+        process.set_xla_flags(deterministic)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "set_xla_flags", set_xla_flags)
+        yield
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """JAX's compilation cache, which the processes that tests start share."""
+def own_programs(tmp_path_factory):
+    """A folder for what killed processes compile: they may leave half of a file in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         yield
 
 

@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from cases import slow
 from training_runs import error_of
 
 import train
@@ -123,7 +124,10 @@ def test_predictions_that_cannot_be_made_are_refused(options, message, capsys):
     assert message in error_of(capsys, "--config", "llama3_124m", *options.split())
 
 
-@pytest.mark.parametrize("kind", predict.GPUS)
+ONE_EACH = "H100", "RTX4090"  # on the Hopper forms and on the general ones
+
+
+@pytest.mark.parametrize("kind", [k if k in ONE_EACH else slow(k) for k in predict.GPUS])
 def test_columns_never_touch_and_tiny_models_are_not_absurd(kind, capsys):
     words = "--config gpt2_small --train.batch_size 100000 --train.seq_len 16 --model.n_layers 2"
     for more, most in (("", 1e9), (" --train.batch_size 1", 2e5)):

@@ -45,7 +45,6 @@ def test_unencodable_characters_are_escaped():
     assert done.stdout == b"\xfc \\udcff\n"
 
 
-@pytest.mark.usefixtures("compiled")
 def test_a_run_ends_well_without_a_screen(tiny, tmp_path):
     out_dir = tmp_path / "ü"
     words = command(tiny, out_dir, "--train.steps", "4", "--sample.prompt", "ü")
@@ -64,6 +63,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
     """At moments of the imports, of the data's and of XLA's compilation."""
     words = command(tiny, tmp_path / "x", "--train.steps", "100000000")

@@ -24,7 +24,7 @@ from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run
 
-pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
@@ -42,7 +42,7 @@ def run_until(tiny, out_dir, step, signal_number, *more):
 
 
 @pytest.fixture(scope="module")
-def straight(tiny, compiled, tmp_path_factory):
+def straight(tiny, tmp_path_factory):
     """An uninterrupted run: (its directory, the finished process)."""
     out_dir = tmp_path_factory.mktemp("runs") / "straight"
     done = run(tiny, out_dir, JAX_LOG_COMPILES="1")
@@ -239,7 +239,7 @@ class TestFinishedRun:
         rows = read_metrics(copy / "metrics.jsonl")
         lines = [json.dumps(r) + "\n" for r in rows if r["step"] < STEPS or "loss" in r]
         (copy / "metrics.jsonl").write_text("".join(lines))
-        more = f"--train.steps {STEPS + 3} --profile.steps {STEPS - 2}:{STEPS + 3}".split()
+        more = f"--train.steps {STEPS + 1} --profile.steps {STEPS - 2}:{STEPS + 1}".split()
         status = train.main(["--resume", "--out_dir", str(copy), *more])
         out, err = capsys.readouterr()
         assert status == 0, err

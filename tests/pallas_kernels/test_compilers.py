@@ -180,7 +180,7 @@ def test_what_a_compiler_says_is_understood(
     assert made.bad() == bool(spills or codes)
 
 
-@pytest.mark.parametrize("fp8", ["none", "all"])
+@pytest.mark.parametrize("fp8", ["none", slow("all")])
 def test_sums_of_gradients_are_written_inside_matmuls(fp8):
     """But for q, k and v, which one matmul yields, and for the table, whose gradient has none."""
     bin_ = os.pathsep.join([str(Path(compile_ahead.ptxas()[0]).parent), os.environ["PATH"]])
