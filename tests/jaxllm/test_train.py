@@ -239,7 +239,7 @@ class TestFinishedRun:
         rows = read_metrics(copy / "metrics.jsonl")
         lines = [json.dumps(r) + "\n" for r in rows if r["step"] < STEPS or "loss" in r]
         (copy / "metrics.jsonl").write_text("".join(lines))
-        more = f"--train.steps {STEPS + 1} --profile.steps {STEPS - 2}:{STEPS + 1}".split()
+        more = f"--train.steps {STEPS + 3} --profile.steps {STEPS - 2}:{STEPS + 3}".split()
         status = train.main(["--resume", "--out_dir", str(copy), *more])
         out, err = capsys.readouterr()
         assert status == 0, err
