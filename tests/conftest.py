@@ -15,11 +15,9 @@ from jaxtyping import install_import_hook
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
 # Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a
-# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.  The last flag for a
-# CPU is that of train.py (jaxllm/train/process.py).
+# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    fast += " --xla_cpu_experimental_ynn_fusion_type="
 else:
     fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
 os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -185,11 +186,17 @@ def initial_state(
 
 
 def compile_step(
-    trainer: Trainer, out_dir: Path, fresh: bool, emit: Callable[[str], None], advice: str
+    trainer: Trainer,
+    out_dir: Path,
+    fresh: bool,
+    emit: Callable[[str], None],
+    advice: str,
+    lowered: Event,
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
+    lowered: set once Python's part is done.
     """
     config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
     if device.platform == "gpu":
@@ -201,7 +208,7 @@ def compile_step(
         if fresh and jax.process_index() == 0:
             shutil.rmtree(compiled, ignore_errors=True)
     clock = time.perf_counter()
-    find = functools.partial(find_or_compile, trainer, timings=timings)
+    find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
     with memory_errors(advice):
         program, canary = find(trace_step), None
         emit(f"kernels  {kernel_summary()}")

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -36,22 +37,28 @@ _READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "FLAX", "LD_LIBRARY_PATH")
 
 
 def find_or_compile(
-    trainer: Trainer, trace: Callable[[Trainer], jax.stages.Traced], timings: Path | None
+    trainer: Trainer,
+    trace: Callable[[Trainer], jax.stages.Traced],
+    timings: Path | None,
+    lowered: Event | None = None,
 ) -> jax.stages.Compiled:
     """The program of a step of a trainer: as an earlier start has kept it, or traced and compiled.
 
     The ops' decisions are recorded (`dispatch.explain()`) in either case.
-    trace: its name stands for the step.  timings: as for `compile_autotuned`.
+    trace: its name stands for the step.  timings, lowered: as for `compile_autotuned`.
     """
     place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
-    if place is not None and (program := read(place, trainer, timings)) is not None:
-        return program
+    lowered = lowered or Event()
+    if place is not None and place.exists():
+        lowered.set()
+        if (program := read(place, trainer, timings)) is not None:
+            return program
     traced, few = trace(trainer), None
     if timings is not None and not timings.exists() and trainer.config.model.n_layers > BLOCKS:
         with dispatch.rehearsal():  # whose ops do not count
             config = trainer.config.with_model(n_layers=BLOCKS)
             few = trace(Trainer(config, trainer.mesh, trainer.packing))
-    program = compile_autotuned(traced, timings, few)
+    program = compile_autotuned(traced, timings, few, lowered)
     if place is not None:
         write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
     return program
@@ -181,21 +188,29 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
 
 
 def compile_autotuned(
-    traced: jax.stages.Traced, timings: Path | None, few: jax.stages.Traced | None = None
+    traced: jax.stages.Traced,
+    timings: Path | None,
+    few: jax.stages.Traced | None = None,
+    lowered: Event | None = None,
 ) -> jax.stages.Compiled:
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
     timings: where the run stores their times, or will; None: with XLA's first choice, untimed.
     few: a step with the same matmuls and few blocks, which is compiled for the times instead.
+    lowered: set once Python's part, tracing and lowering, is done, or a kept step is found.
     """
+    lowered = lowered or Event()
     if timings is None:
-        return traced.lower().compile()
+        whole = traced.lower()
+        lowered.set()
+        return whole.compile()
     with ThreadPoolExecutor(1) as pool:
         first = (few or traced).lower()
         timed = pool.submit(_time_matmuls, first, timings)  # while Python lowers the whole step
-        lowered = traced.lower() if few else first
+        whole = traced.lower() if few else first
+        lowered.set()
     if not timed.result():
-        return lowered.compile()
+        return whole.compile()
     # The name is a part of the key of the compiled program, so all runs have the same.
     times, named = timings.read_bytes(), timings
     if cache_is_used():
@@ -203,7 +218,7 @@ def compile_autotuned(
         with contextlib.suppress(OSError):  # the cache is full or not writable
             write_new(shared, times)
             named = shared
-    return lowered.compile({"xla_gpu_load_autotune_results_from": str(named)})
+    return whole.compile({"xla_gpu_load_autotune_results_from": str(named)})
 
 
 def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:

@@ -178,10 +178,13 @@ class Run:
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with ThreadPoolExecutor(1) as pool:
-            fresh = self.start == 0
+            fresh, lowered = self.start == 0, threading.Event()
             compiling = pool.submit(
-                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice
+                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice, lowered
             )
+            compiling.add_done_callback(lambda _: lowered.set())  # also if it failed
+            if newest is None and weights is None:
+                lowered.wait()  # Python draws weights, and would lower the step half as fast
             self.state, self.base = launch.initial_state(
                 self.trainer, self.checkpoints, newest, weights, self.advice
             )

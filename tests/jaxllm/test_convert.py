@@ -351,6 +351,7 @@ def test_any_bytes_give_weights_or_an_error(data, tmp_path_factory):
     assert "\n" not in said
 
 
+@pytest.mark.slow
 def test_training_starts_from_converted_weights_on_a_mesh(tmp_path, capsys):
     theirs = sharded(tmp_path / "theirs", "llama3")
     tokens = np.random.default_rng(0).integers(0, 67, 2000).astype(np.uint16)

@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+from cases import slow
 from huggingface_folders import (
     FIXTURES,
     PAGES,
@@ -111,7 +112,7 @@ def made(tmp_path_factory):
     return parent
 
 
-@pytest.mark.parametrize("source", ["text", "shards"])
+@pytest.mark.parametrize("source", [slow("text"), "shards"])
 def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made, tmp_path, capsys):
     assert kept(converted(made / "ours", tmp_path / "straight")) == kept(made / "theirs")
     words = ["--config", made / "ours" / "config.yaml", "--data.source", source, "--data.path"]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tokenizers
 import yaml
-from cases import slow
 from training_runs import REPO, final_state, losses, run
 
 from jaxllm.commands import main
@@ -101,7 +100,8 @@ def samples(out_dir):
     return {row["step"]: row["sample"] for row in rows if "sample" in row}
 
 
-@pytest.mark.parametrize("kind", ["all parameters", slow("lora")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all parameters", "lora"])
 def test_a_model_learns_to_answer_in_the_style_of_200_conversations(
     kind, model, tmp_path, monkeypatch, capsys
 ):

@@ -85,7 +85,7 @@ def test_the_matmuls_of_the_blocks_are_in_fp8_and_no_others(kind):
     dispatch.reset()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
+@pytest.mark.parametrize("kind", [slow("gpt2"), slow("llama3"), slow("vlstm")])
 def test_the_head_is_in_fp8_if_all_is(kind):
     of = trainer(kind, "all")
     state, batch = of.init(), of.put_batch(next(batches()))
@@ -179,6 +179,7 @@ def test_the_command_line_resumes_and_changes_to_bfloat16(tiny, tmp_path):
     assert "f8" not in (part / "config.yaml").read_text().replace("fp8: none", "")
 
 
+@pytest.mark.slow
 def test_scales_are_those_of_whole_arrays_on_every_mesh():
     """A device's own scales would change the rounding of everything, by 1% and more.
 

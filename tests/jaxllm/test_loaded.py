@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 from flax import nnx
 from huggingface_folders import FIXTURES, folder_of
 from loaded_models import logits
@@ -21,7 +22,7 @@ from jaxllm.models import MODELS
 from jaxllm.weights import convert
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "llama3"])
 def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
     theirs = folder_of(tmp_path / "theirs", name)
     shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from flax import nnx
 from lora_models import TARGETS, batch_of, loss_in_float64, plain_arrays, state_of, trainer_of
 from tiny_models import tiny
@@ -27,11 +28,11 @@ def gradients(trainer, state, batch):
     ("targets", "model", "limit"),
     [
         *((target, {}, 1e-5) for target in TARGETS),
-        ("all", dict(remat="block"), 1e-5),
+        slow("all", dict(remat="block"), 1e-5),
         ("all", dict(quantize="int8"), 1e-5),
         ("k_proj,down_proj", dict(quantize="int4", remat="mlp"), 1e-5),
         # bf16 rounds each activation by up to 2^-9, some twenty times in a row.
-        ("all", dict(compute_dtype="bfloat16", quantize="int4"), 0.06),
+        slow("all", dict(compute_dtype="bfloat16", quantize="int4"), 0.06),
         ("all", dict(compute_dtype="bfloat16"), 0.06),
     ],
 )
@@ -102,7 +103,7 @@ def test_dropout_is_anew_each_step_and_the_same_in_recomputation():
     np.testing.assert_allclose(total / count, plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("kind", ["threefry2x32", slow("rbg")])
 def test_dropout_takes_the_keys_of_every_generator(kind):
     with jax.default_prng_impl(kind):
         trainer = trainer_of(dict(rank=4, dropout=0.5))

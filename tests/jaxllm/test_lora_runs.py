@@ -90,6 +90,7 @@ def test_adapters_go_on_from_a_folder_of_peft(runs, capsys):
     assert "model.lora.targets=['q_proj'] differs from ['q_proj', 'k_proj'" in line
 
 
+@pytest.mark.slow
 def test_a_packed_base_is_trained_as_it_is(runs, capsys):
     folder, words = runs
     packed = folder / "base_int8"

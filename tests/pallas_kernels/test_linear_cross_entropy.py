@@ -210,7 +210,7 @@ def test_linear_cross_entropy_of_ignored_and_wrong_labels():
         assert jnp.isnan(dw[:250]).all()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [slow(False), True])
 def test_linear_cross_entropy_where_a_class_is_ignored(fp8):
     x, weight = normal(0, (64, 64)).astype(jnp.bfloat16), normal(1, (256, 64))
     labels = jnp.arange(64) % 5
@@ -267,6 +267,7 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
     np.testing.assert_allclose(dws.reshape(256, 16) / 2, dw, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_fp8_of_a_vocabulary_in_two_parts():
     """Scales are powers of 2, so each part rounds as the whole does, but for values in the middle.
 
