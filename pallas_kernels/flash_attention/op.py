@@ -14,9 +14,9 @@ matmuls where one fused kernel would do five, but no sum crosses blocks, so ever
 result bit for bit.  docs/attention.md has what the fused kernel took.
 
 This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
-in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py
-assigns work to blocks and numbers their steps.  The kernels for every NVIDIA GPU since Ampere are
-in general.py.
+in forward.py, backward_dq.py and backward_dkv.py, which query_stream.py feeds; masks.py defines
+what a query sees, schedule.py assigns work to blocks and numbers their steps.  The kernels for
+every NVIDIA GPU since Ampere are in general.py.
 """
 
 import functools
