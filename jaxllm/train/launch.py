@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import jax
@@ -191,12 +190,12 @@ def compile_step(
     fresh: bool,
     emit: Callable[[str], None],
     advice: str,
-    lowered: Event,
+    lowered: Callable[[], None],
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
-    lowered: set once Python's part is done.
+    lowered: called once Python's part is done.
     """
     config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
     if device.platform == "gpu":

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ def find_or_compile(
     trainer: Trainer,
     trace: Callable[[Trainer], jax.stages.Traced],
     timings: Path | None,
-    lowered: Event | None = None,
+    lowered: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
     """The program of a step of a trainer: as an earlier start has kept it, or traced and compiled.
 
@@ -48,9 +47,8 @@ def find_or_compile(
     trace: its name stands for the step.  timings, lowered: as for `compile_autotuned`.
     """
     place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
-    lowered = lowered or Event()
     if place is not None and place.exists():
-        lowered.set()
+        lowered()
         if (program := read(place, trainer, timings)) is not None:
             return program
     traced, few = trace(trainer), None
@@ -191,24 +189,23 @@ def compile_autotuned(
     traced: jax.stages.Traced,
     timings: Path | None,
     few: jax.stages.Traced | None = None,
-    lowered: Event | None = None,
+    lowered: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
     timings: where the run stores their times, or will; None: with XLA's first choice, untimed.
     few: a step with the same matmuls and few blocks, which is compiled for the times instead.
-    lowered: set once Python's part, tracing and lowering, is done, or a kept step is found.
+    lowered: called once Python's part, tracing and lowering, is done, or a kept step is found.
     """
-    lowered = lowered or Event()
     if timings is None:
         whole = traced.lower()
-        lowered.set()
+        lowered()
         return whole.compile()
     with ThreadPoolExecutor(1) as pool:
         first = (few or traced).lower()
         timed = pool.submit(_time_matmuls, first, timings)  # while Python lowers the whole step
         whole = traced.lower() if few else first
-        lowered.set()
+        lowered()
     if not timed.result():
         return whole.compile()
     # The name is a part of the key of the compiled program, so all runs have the same.

@@ -180,7 +180,7 @@ class Run:
         with ThreadPoolExecutor(1) as pool:
             fresh, lowered = self.start == 0, threading.Event()
             compiling = pool.submit(
-                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice, lowered
+                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice, lowered.set
             )
             compiling.add_done_callback(lambda _: lowered.set())  # also if it failed
             if newest is None and weights is None:
