@@ -77,7 +77,7 @@ def _attention(r: Draw, t: int, s: int):
 
 
 def _head_width(r: Draw) -> int:
-    return r.one(64, 64, 128, 96, 8, 16, 40, 72, *r.one((), (256,), (200,), (1,)))
+    return r.one(64, 64, 128, 96, 16, 32, 40, 80, *r.one((256,), (200,), (1,), (112, 192)))
 
 
 def attention(r: Draw):

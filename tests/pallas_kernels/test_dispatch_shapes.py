@@ -161,8 +161,8 @@ def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
         ((1, 16, 16, 64), {}, "", None),
         ((1, 18, 18, 64), {}, "", "the kernel would pad T=18 to a multiple of 8"),
         ((1, 16, 20, 64), {"causal": False}, "", "the kernel would pad S=20 to a multiple of 8"),
-        ((1, 16, 16, 80), {}, "", "the kernel would pad D=80 to 96"),
-        ((1, 16, 16, 200), {}, "", "the kernel would pad D=200 to 256"),
+        ((1, 16, 16, 72), {}, "", "the kernel would pad D=72 to a multiple of 16"),
+        ((1, 16, 16, 200), {}, "", "the kernel would pad D=200 to a multiple of 32"),
         ((1, 17, 17, 64), {}, "", None),  # none of these runs on cuDNN
         ((1, 16, 17, 64), {"causal": False}, "", None),
         ((1, 16, 16, 36), {}, "", None),
@@ -170,7 +170,7 @@ def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
         ((1, 18, 18, 64), {}, "--a --xla_gpu_deterministic_ops=true --b", None),
         ((1, 18, 18, 64), {}, "--xla_gpu_deterministic_ops", None),
         ((1, 18, 18, 64), {}, "--xla_gpu_exclude_nondeterministic_ops=1", None),
-        ((1, 16, 16, 80), {}, "--xla_gpu_deterministic_ops=false", "the kernel would pad D=80 to"),
+        ((1, 16, 16, 72), {}, "--xla_gpu_deterministic_ops=false", "the kernel would pad D=72 to"),
     ],
 )
 def test_which_shapes_cudnn_is_faster_for(capable, monkeypatch, shape, options, flags, why):
