@@ -47,7 +47,7 @@ def encoder(
     dtype=None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "batch time width"]:
-    """Token embedding plus position embedding, added in float32, returned in `dtype`.
+    """wte[tokens] + wpe[0 ... time - 1], added in float32, returned in `dtype`.
 
     dtype: of the result (default: wte's).  The kernel reads float32 tables directly, without a cast
     to the result's dtype.  Tables of fewer than 128 columns are copied.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 class Packed:
     """Several operands (B, T, heads, width) side by side in the columns of one array.
 
-    parts: (heads, width) of each operand, in order.
+    parts: (heads, width) of each operand, in order; an op raises ValueError where they do not fit.
     """
 
     array: Float[Array, "B T P"]

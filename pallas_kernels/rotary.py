@@ -63,7 +63,7 @@ def rope(
     layout: Layout = "half",
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Packed:
-    """Rotates every pair of q and k by its position's angle, computed in float32.
+    """Rotates pair n of q and k by position theta^(-2 n / D) (Su et al. 2021), in float32.
 
     q: or a `Packed` of q, k and v, with k=None; the result is then the same with q and k rotated.
         The kernel rotates them in place where nothing else uses the array.

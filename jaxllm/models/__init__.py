@@ -17,7 +17,7 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama
 
 
 def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> LanguageModel:
-    """Creates the configured model with initial weights; fp8: a value of `train.fp8`."""
+    """The configured model with initial float32 weights; fp8: none, matmuls or all."""
     return MODELS[config.type](config, fp8=fp8, rngs=nnx.Rngs(seed))
 
 

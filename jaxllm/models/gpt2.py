@@ -13,7 +13,7 @@ from jaxllm.models.language_model import LanguageModel
 
 
 class GPT2(LanguageModel):
-    """GPT-2 of any size."""
+    """GPT-2 of any size: ids (B, T) -> logits (B, T, vocab_size)."""
 
     def __init__(self, config: GPT2Config, *, fp8: str = "none", rngs: nnx.Rngs):
         attention = partial(

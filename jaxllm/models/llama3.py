@@ -16,7 +16,7 @@ from pallas_kernels import RopeScaling
 
 
 class Llama3(LanguageModel):
-    """Llama of any size, with an untied or a tied head, and its relatives."""
+    """Llama of any size and its relatives: ids (B, T) -> logits (B, T, vocab_size)."""
 
     def __init__(self, config: Llama3Config, *, fp8: str = "none", rngs: nnx.Rngs):
         attention = partial(

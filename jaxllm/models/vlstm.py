@@ -13,7 +13,7 @@ from jaxllm.models.language_model import LanguageModel
 
 
 class VLSTM(LanguageModel):
-    """xLSTM 7B and smaller models of its architecture, for any sequence length."""
+    """xLSTM 7B and smaller ones, for any T: ids (B, T) -> logits (B, T, vocab_size)."""
 
     def __init__(self, config: VLSTMConfig, *, fp8: str = "none", rngs: nnx.Rngs):
         vlstm = partial(

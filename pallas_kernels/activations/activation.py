@@ -53,7 +53,7 @@ def gelu(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows F"]:
-    """GELU (tanh form) of every element of x + bias; computed in float32, returned in x's dtype.
+    """GELU(x + bias) (tanh form, Hendrycks and Gimpel 2016); computed in float32, in x's dtype.
 
     x + bias is rounded to x's dtype.  The gradient of the bias is summed in float32.
     Raises ValueError for a bias of another width than x, NotImplementedError under
@@ -71,7 +71,7 @@ def swiglu(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*shape"]:
-    """silu(gate) up of every element; computed in float32, returned in the inputs' dtype.
+    """silu(gate) up (Shazeer 2020); computed in float32, returned in the inputs' dtype.
 
     Inputs of different dtypes run on XLA, and the result has the wider one.
     Raises ValueError if the shapes differ, NotImplementedError under implementation="mosaic" for

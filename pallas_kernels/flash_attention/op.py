@@ -62,7 +62,7 @@ def attention(
     return_lse: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """Attention of q to k and v, in q's dtype; logits, softmax and sums in float32.
+    """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
     q: or a `Packed` of q, k and v, which the kernels read in place where T is a multiple of 8 and
         D one of 16, above 128 of 32; otherwise it is split in copies.
@@ -137,8 +137,8 @@ def cudnn_why_not(
 def why_slower(operands, segment_ids=None, **options) -> str | None:
     """Why cuDNN is faster than the kernels (they would pad q, k and v in copies), or None.
 
-    Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the
-    table).  With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).
+    Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md lists
+    them).  With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).
     These shapes have not been measured that way, so the kernels, which are always deterministic,
     run.
     """

@@ -29,7 +29,7 @@ def cross_entropy(
     ignore_index: int = -100,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*batch"]:
-    """Cross-entropy of every position in float32, 0 where the label is `ignore_index`.
+    """logsumexp(logits) - logits[label] in nats, float32; 0 where the label is `ignore_index`.
 
     vocab_size: number of leading columns that are not padding (default: all).  Another label
     outside [0, vocab_size) makes the loss and the gradient of these columns NaN.

@@ -77,7 +77,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, ""]:
-    """Mean (or sum) cross-entropy of x W^T over all labels that are not ignore_index, in float32.
+    """Mean (or sum) cross-entropy of x W^T in nats, over labels other than ignore_index, float32.
 
     weight: (V, C) like an embedding, or with transposed=True (C, V) like a dense layer; cast to x's
     dtype.  Its gradient is summed in float32 and has the weight's dtype.

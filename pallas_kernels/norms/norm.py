@@ -50,7 +50,7 @@ def layer_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> Rows | tuple[Rows, Rows]:
-    """Normalises the last axis of x to mean 0 and variance 1: n weight + bias, in x's dtype.
+    """(x - mean) / sqrt(variance + eps) weight + bias over the last axis, in x's dtype.
 
     weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
     gradients have their own dtypes.
@@ -77,7 +77,7 @@ def rms_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> Rows | tuple[Rows, Rows]:
-    """Normalises the last axis of x by its root mean square: n weight, in x's dtype.
+    """x / sqrt(mean(x^2) + eps) weight over the last axis, in x's dtype.
 
     Everything else is as in `layer_norm`.
     """

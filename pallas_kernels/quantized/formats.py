@@ -67,7 +67,7 @@ _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A packed (K, N) weight, a pytree of its arrays; the module's docstring defines them."""
+    """A (K, N) weight that `quantize` packed: a pytree of arrays, which the module defines."""
 
     words: Array
     scales: Array

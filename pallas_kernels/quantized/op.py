@@ -57,7 +57,7 @@ def quantized_linear(
     dtype=None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """x w' + bias, with sums and bias in float32.
+    """x w' + bias for a packed weight, which stands for the matrix w'; sums and bias in float32.
 
     dtype: of the result; None: x's.  float32 keeps apart logits that are equal in bfloat16.
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
