@@ -9,9 +9,9 @@ Mosaic has cp.async as well, but only before Hopper and only inside an array's b
 copies are written here in Mosaic's own language; tests/specifications.py says what they do, which
 the tests' interpreter runs.
 
-A tile in shared memory has rows of 8 x 16 bytes (or 4), and 16 bytes number c of row r stand at
-place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of one column then
-lie in different banks, which ldmatrix reads at once.
+A tile in shared memory (`mosaic.tiled`) has rows of 8 x 16 bytes (or 4), and 16 bytes number c of
+row r stand at place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of
+one column then lie in different banks, which ldmatrix reads at once.
 """
 
 import functools
@@ -33,8 +33,8 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 def load_rows(source, target, batch, head, first, end) -> None:
     """Starts to copy rows first, first + 1, ... of source[batch, :, head] to target.
 
-    source: (B, T, H, D) in global memory, D a multiple of 8.  target: (rows, D or more) in shared
-    memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
+    source: (B, T, H, D) in global memory, D a multiple of 8.  target: a tile (rows, D or more), in
+    multiples of 32 columns.  Rows from `end` on and columns from D on are filled with zeros.
     """
     _move(_load_rows, source, target, batch, head, first, end)
 
@@ -67,11 +67,6 @@ def wait(n: int = 0) -> None:
 def meet() -> None:
     """Waits until all threads are here: what they have written to shared memory can be read."""
     plgpu.inline_mgpu()(functools.partial(_wait, None))()
-
-
-def tile(rows: int, columns: int, dtype):
-    """Shared memory for a tile; columns: a multiple of 32."""
-    return plgpu.SMEM((rows, columns), dtype, transforms=wgmma_tiles(columns, dtype))
 
 
 def rows_times_rows(x, y):

@@ -45,6 +45,11 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
+def tiled(*shape: int, dtype):
+    """Shared memory of `wgmma_tiles`; mma and ldmatrix (ampere.py) read it, too."""
+    return plgpu.SMEM(shape, dtype, transforms=wgmma_tiles(shape[-1], dtype))
+
+
 def sm_count() -> int:
     """Blocks of a persistent grid: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132

@@ -88,9 +88,7 @@ def matmul_with_epilogue(a, b, inputs, tile, *, name, sms: int):
     (n, k), f = a.shape, b.shape[0]
     rows, columns, steps = mosaic.cdiv(n, _ROWS), f // _COLUMNS, k // _STEP
     t = _Tiles(rows, columns, steps, min(_STAGES, steps), min(sms, rows * columns))
-    smem = lambda count, rows: plgpu.SMEM(
-        (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
-    )
+    smem = lambda count, rows: mosaic.tiled(count, rows, 64, dtype=a.dtype)
     return mosaic.kernel(
         functools.partial(_body, t, tile),
         name=name,

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ampere, mosaic
+from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import general, masks
 from pallas_kernels.flash_attention.schedule import width_of
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
@@ -187,7 +187,8 @@ def for_every_gpu(q, k, v, lengths, _new, _table, scale, window, softcap):
     p = plan(q, k, scale, window, softcap)
     (b, t, _, d), kv, width = q.shape, k.shape[2], width_of(q.shape[3])
     x = q.reshape(b, t, kv, p.group, d).swapaxes(2, 3).reshape(b, p.rows, kv, d)
-    tile, dtype = ampere.tile(ROWS, width, p.dtype), jnp.float32 if p.splits > 1 else p.dtype
+    tile = mosaic.tiled(ROWS, width, dtype=p.dtype)
+    dtype = jnp.float32 if p.splits > 1 else p.dtype
     kernel = prepare(
         p, "general_decode_attention", lambda b, *refs: general.decode_body(b, weights_of, *refs),
         b, kv, (ROWS, width, dtype), dict.fromkeys("qkv", tile),
@@ -204,9 +205,7 @@ def hopper(q, k, v, lengths, new, table, scale, window, softcap):
     x = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, p.rows, d)
     if p.rows > 8:  # TMA moves groups of 8 rows
         x = mosaic.pad_axis(x, 2, 8)
-    tile = lambda n, rows, dtype: plgpu.SMEM(
-        (n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype)
-    )
+    tile = lambda n, rows, dtype: mosaic.tiled(n, rows, d, dtype=dtype)
     ring, bars = tile(p.stages, KEYS, k.dtype), plgpu.Barrier(num_barriers=p.stages)
     # float8's result still needs v_scale.
     dtype = jnp.float32 if p.splits > 1 or p.fp8 else p.dtype

@@ -72,7 +72,7 @@ def scratch(kernel: str, s: Schedule) -> dict:
         "backward_dkv": ("k v", "q do", "lse delta"),  # of a step
     }[kernel]
     sizes = dict.fromkeys(rows.split(), s.block) | dict.fromkeys(columns.split(), s.columns)
-    buffers = {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
+    buffers = {name: mosaic.tiled(n, s.width, dtype=s.dtype) for name, n in sizes.items()}
     stat = plgpu.SMEM((s.columns if s.visits.by_keys else s.block,), jnp.float32)
     return buffers | dict.fromkeys(stats.split(), stat)
 

@@ -126,8 +126,7 @@ class Schedule(NamedTuple):
 
     def buffer(self, n: int, rows: int):
         """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
-        tiling = mosaic.wgmma_tiles(self.width, self.dtype)
-        return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=tiling)
+        return mosaic.tiled(n, rows, self.width, dtype=self.dtype)
 
     def ids(self, n: int, rows: int):
         """Shared memory for n times that many ids, or None without segments."""

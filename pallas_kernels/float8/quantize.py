@@ -176,7 +176,7 @@ def cast_results(
             [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
             [jax.ShapeDtypeStruct((height // TILE, columns), jnp.float32)] * sums,
         ],
-        scratch_types=[ampere.tile(_WORDS, TILE, jnp.int32)] * n,
+        scratch_types=[mosaic.tiled(_WORDS, TILE, dtype=jnp.int32)] * n,
         **mosaic.grid(row=height // TILE, column=columns // TILE),
         compiler_params=plgpu.CompilerParams(approx_math=approx),
     )(

@@ -42,9 +42,7 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
 
 def scratch(s: Schedule, vectors) -> dict:
     """Shared memory of a block, see the picture."""
-    squares = lambda n: plgpu.SMEM(
-        (n, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype)
-    )
+    squares = lambda n: mosaic.tiled(n, SIZE, SIZE, dtype=s.dtype)
     lines = {name: plgpu.SMEM((x.shape[-1] // s.chunks,), x.dtype) for name, x in vectors.items()}
     order = plgpu.SMEM((intra.ORDER,), jnp.int32)
     return dict(order=order, a=squares(s.parts), ring=squares(s.slots), vectors=lines)

@@ -46,7 +46,7 @@ def prepared(s: Walk, inputs: WalkInputs, out_types):
 
 def scratch(s: Walk, with_other: bool) -> dict:
     """Shared memory of a block, see the picture."""
-    tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
+    tiles = mosaic.tiled(STAGES, SIZE, SIZE, dtype=s.dtype)
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
     return dict(
         x=tiles,
@@ -54,7 +54,7 @@ def scratch(s: Walk, with_other: bool) -> dict:
         other=tiles if with_other else None,
         weight=line,
         vector=line,
-        out=ampere.tile(SIZE, SIZE, s.dtype),
+        out=mosaic.tiled(SIZE, SIZE, dtype=s.dtype),
     )
 
 

@@ -34,9 +34,7 @@ def prepared(s: Walk, inputs: WalkInputs, out_types):
 
 def scratch(s: Walk, with_other: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
-    buffer = lambda *shape: plgpu.SMEM(
-        shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
-    )
+    buffer = functools.partial(mosaic.tiled, dtype=s.dtype)
     return dict(
         x=buffer(STAGES, s.wgs, s.size, ROWS),
         y=buffer(STAGES, s.size, s.size),

@@ -50,9 +50,7 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
 
 def scratch(s: Schedule, vectors) -> dict:
     """Shared memory and barriers of a block, see the picture."""
-    swizzled = mosaic.wgmma_tiles(s.size, s.dtype)
-    buffer = lambda *shape: plgpu.SMEM(shape, s.dtype, transforms=swizzled)
-    threads = s.teams * s.wgs
+    buffer, threads = functools.partial(mosaic.tiled, dtype=s.dtype), s.teams * s.wgs
     return dict(
         order=plgpu.SMEM((intra.ORDER,), jnp.int32),
         a=buffer(threads, s.parts, ROWS, s.size),

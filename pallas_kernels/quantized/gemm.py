@@ -154,11 +154,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
         out_type=out,
         scratch_types=dict(
             **unpack.buffers(_WGS * p.slots, p.tiles, p.parts, p.groups, p.asymmetric),
-            x_smem=plgpu.SMEM(
-                (p.stages, p.rows, _BLOCK),
-                jnp.bfloat16,
-                transforms=mosaic.wgmma_tiles(_BLOCK, jnp.bfloat16),
-            ),
+            x_smem=mosaic.tiled(p.stages, p.rows, _BLOCK, dtype=jnp.bfloat16),
             word_bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric, num_barriers=_WGS * p.slots),
             x_bars=plgpu.Barrier(num_barriers=p.stages),
             free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),

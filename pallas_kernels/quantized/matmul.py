@@ -107,14 +107,14 @@ def _product(x, weight: QuantizedWeight, p: FewPlan):
     x = unpack.right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
-    slots, swizzle = p.wgs * p.stages, mosaic.wgmma_tiles(p.step, jnp.bfloat16)
+    slots = p.wgs * p.stages
     return mosaic.kernel(
         functools.partial(_body, p),
         name="quantized_linear",
         out_type=jax.ShapeDtypeStruct((p.splits, p.sets * _N, p.rows), jnp.float32),
         scratch_types=dict(
             **unpack.buffers(slots, _TILES, p.span * p.parts, p.groups, p.asymmetric),
-            x_smem=plgpu.SMEM((slots, p.span, p.rows, p.step), jnp.bfloat16, transforms=swizzle),
+            x_smem=mosaic.tiled(slots, p.span, p.rows, p.step, dtype=jnp.bfloat16),
             sum_smem=plgpu.SMEM((_N, p.rows), jnp.float32),
             bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric + p.span, num_barriers=slots),
             turn_bars=plgpu.Barrier(num_barriers=p.wgs),
