@@ -51,13 +51,8 @@ def normalise(t, x, r, *of_mean):
     return (x - t.broadcast(mean)) * t.broadcast(r) + t.broadcast(shift)
 
 
-def to_average(centered: bool, n, g):
-    """What `differentiate` needs the row means of."""
-    return (g * n, g) if centered else (g * n,)
-
-
 def differentiate(t, n, g, means, r, *_):
-    """dx from g = weight dy, the row means and the statistics."""
+    """dx from g = weight dy, the row means of g n and perhaps of g, and the statistics."""
     mean_gn, *mean_g = means
     dx = t.broadcast(r) * g
     dx = dx - t.broadcast(r * mean_g[0]) if mean_g else dx
@@ -267,7 +262,8 @@ def _backward_tiles(
         stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
         dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
         now = _Tile(centered, t, rows, dx, dgate, weight, stats)
-        _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
+        first = _first_pass(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
+        _second_pass(now, totals, *first)
         return totals
 
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
@@ -309,16 +305,11 @@ class _Tile(NamedTuple):
         return n, g, dy
 
 
-def _differentiate(now: _Tile, totals, means_smem):
-    """Writes dx of a tile and adds its rows to the sums."""
-    kept, averaged = _first_pass(now, totals)
-    means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem))
-    means = [[next(means) for _ in group] for group in averaged]
-    _second_pass(now, kept, means, totals)
+# One of the passes over a tile adds its rows to the sums: the first one if it keeps n and g.
 
 
-def _first_pass(now: _Tile, totals):
-    """(n and g of each chunk if the tiling keeps them, the terms of the row means)."""
+def _first_pass(now: _Tile, totals, means_smem):
+    """(n and g of each chunk if the tiling keeps them, the row means of each group)."""
     kept, averaged = {}, []
     for group in range(now.t.groups):
         terms = []
@@ -327,12 +318,14 @@ def _first_pass(now: _Tile, totals):
             if now.keeps_operands:
                 _add(totals, c, n, dy)
                 kept[group, c] = n, g
-            terms.append([now.t.once(x, c) for x in to_average(now.centered, n, g)])
+            means = (g * n, g) if now.centered else (g * n,)
+            terms.append([now.t.once(x, c) for x in means])
         averaged.append([functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)])
-    return kept, averaged
+    means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem))
+    return kept, [[next(means) for _ in group] for group in averaged]
 
 
-def _second_pass(now: _Tile, kept, means, totals):
+def _second_pass(now: _Tile, totals, kept, means):
     """Writes dx."""
     for group in range(now.t.groups):
         for c in now.t.chunks:
