@@ -10,16 +10,8 @@ w is a Linear's matrix (K, N), (in, out).  A code of b bits has the level
     fp8                 the e4m3 number with these bits, up to 448
     2:4                 as int, for the two largest |w| of four consecutive k; the others are 0
 
-Scales and offsets are bfloat16, and codes are chosen for their rounded values.  Errors |w - w'|, in
-a group with largest |w| = a and range r = max - min, up to the rounding of s and offset (2^-8 a):
-
-    symmetric     8, 4, 2 bits: root mean square at most a / 254, a / 14, a / 3
-    asymmetric    b bits: root mean square at most r / (2^b - 1) / 2
-    1 bit         root mean square sqrt(mean(w^2) - mean(|w|)^2) if symmetric
-    fp8           at most 2^-4 |w| + 2^-10 a / 448 for each weight
-
-s is the best of `_CLIPS`: it has the least squared error in its group.  With N(0, 1) and groups of
-128 the root mean square error is 0.0065, 0.106, 0.34 and 0.60 for 8, 4, 2 and 1 bits, symmetric.
+Scales and offsets are bfloat16, and codes are chosen for their rounded values.  s is the best of
+`_CLIPS`: it has the least squared error in its group.  docs/decoding.md bounds the errors.
 
 The kernels read this packed form, in tiles of 16 columns n and "planes" of 16 consecutive k:
 
