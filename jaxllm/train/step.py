@@ -18,7 +18,7 @@ from jaxllm import sharding
 from jaxllm.config import Config, evaluated
 from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
-from jaxllm.models import create
+from jaxllm.models import abstract, create
 from jaxllm.models.language_model import IGNORE
 from jaxllm.train.optim import (
     Watch,
@@ -61,8 +61,7 @@ class Checked(NamedTuple):
 
 def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
-    model = nnx.eval_shape(lambda: create(config.model, fp8=config.train.fp8))
-    graph, _, keys = nnx.split(model, nnx.Param, DropoutKey)
+    graph, _, keys = nnx.split(abstract(config.model, config.train.fp8), nnx.Param, DropoutKey)
     return graph, keys
 
 
@@ -94,8 +93,8 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.schedule = learning_rate(config.optimizer, config.train.steps)
-        model = nnx.eval_shape(lambda: create(evaluated(config.model)))
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
+        model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
@@ -158,9 +157,7 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        watch = Watch(whole, whole)
-        # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, watch, of_copies, of_base)
+        return TrainState(whole, of_params, of_opt_state, Watch(whole, whole), of_copies, of_base)
 
     def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
