@@ -12,6 +12,7 @@ from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
 
+_OFTEN = gc.get_threshold()
 _SAME = 1.0  # seconds within which two signals count as one
 # A closed terminal or ssh session sends SIGHUP, `sbatch --signal=USR1` SIGUSR1.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -107,16 +108,11 @@ def no_long_pauses() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_OFTEN)  # a start raises it
     try:
         yield
     finally:
         gc.unfreeze()
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # another run is in a folder above
-        for folder in folders:
-            folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -143,7 +139,9 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
         finally:
             if new and os.listdir(out_dir) == [path.name]:
                 path.unlink()
-                _remove_empty(new)
+                with contextlib.suppress(OSError):  # another run is in a folder above
+                    for folder in new:
+                        folder.rmdir()
 
 
 def check_kernels(config: Config) -> None:
