@@ -190,8 +190,7 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
 def _without_kernels(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers a program with empty calls in place of our kernels, to time its matmuls.
 
-    XLA makes the same matmuls of it (tests/accumulated_step.py) in half the time, and lowering
-    takes 0.3 instead of 4.3 s (1.3B, 2026-11-26).
+    XLA makes the same matmuls of it (tests/accumulated_step.py); lowering takes 0.3, not 4 s.
     """
 
     def empty(ctx, *arrays, input_output_aliases, **_):

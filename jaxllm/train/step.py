@@ -214,8 +214,7 @@ class Trainer:
         return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
 
     def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
-        dtype = self.config.model.compute_dtype
-        return tuple(p.astype(dtype) for p in self._matrices(params))
+        return tuple(p.astype(self.config.model.compute_dtype) for p in self._matrices(params))
 
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
@@ -227,8 +226,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
-        shapes = jax.eval_shape(self._start, self.abstract_params)
-        shapes = shapes._replace(base=self.abstract_base)
+        shapes = jax.eval_shape(self._start, self.abstract_params)._replace(base=self.abstract_base)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             shapes,
@@ -274,8 +272,7 @@ class Trainer:
         return self._trace(self._verified_step, seen)
 
     def _trace(self, step: Callable, *seen: jax.ShapeDtypeStruct) -> jax.stages.Traced:
-        whole = self.state_shardings.step
-        results = (self.state_shardings, whole, *(x.sharding for x in seen))
+        results = (self.state_shardings, self.state_shardings.step, *(x.sharding for x in seen))
         step = jax.jit(step, donate_argnums=0, out_shardings=results)
         with jax.set_mesh(self.mesh):
             return step.trace(self.abstract_state(), self.abstract_batch(), *seen)
