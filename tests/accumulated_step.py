@@ -3,7 +3,8 @@
     python tests/accumulated_step.py none|all          (train.fp8)
 
 Compiles a step of a one-block Llama in two parts ahead of time, and prints JSON: for each matrix,
-how many matmuls write its float32 sum in place, and how many additions write it on their own.
+how many matmuls write its float32 sum in place, and how many additions write it on their own; and
+whether the step without kernels, in which matmuls are timed, has the same matmuls.
 """
 
 import json
@@ -21,6 +22,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 from jaxllm.config import Config, Llama3Config, OptimizerConfig, TrainConfig  # noqa: E402
+from jaxllm.train import programs  # noqa: E402
 from jaxllm.train.step import Trainer  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 
@@ -32,6 +34,12 @@ MATRICES = {
     "gate and up": (1024, 5632),
     "down": (5632, 1024),
 }
+
+
+def matmuls(text: str) -> list[str]:
+    """The library's matmuls in a compiled program, without the names of their operands."""
+    lines = (line for line in text.splitlines() if 'custom_call_target="__cublas' in line)
+    return sorted(re.sub(r"%[\w.-]+|, metadata=\{.*?\}|ROOT ", "", line) for line in lines)
 
 
 def main() -> None:
@@ -51,7 +59,8 @@ def main() -> None:
         traced = trainer.trace_train_step()
     with jax.default_device(devices[0]):  # Mosaic reads its compute capability
         text = traced.lower().compile().as_text()
-    found = {}
+        hollow = programs._without_kernels(traced).compile({"xla_gpu_mock_custom_calls": True})
+    found = {"same matmuls": matmuls(text) == matmuls(hollow.as_text())}
     for name, shape in MATRICES.items():
         array = rf"f32\[{shape[0]},{shape[1]}\]"
         matmul = rf" = \({array}.*custom-call\(.*__cublas.*output_to_operand_aliasing"

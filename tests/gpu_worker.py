@@ -116,7 +116,9 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
         nonlocal program, state
         if program is None:  # late, as for COMPILED_ALONE
             with tempfile.TemporaryDirectory() as folder:
-                program = compile_autotuned(traced, None if dry else Path(folder) / "timings.txt")
+                program = compile_autotuned(
+                    traced.lower, None if dry else Path(folder) / "timings.txt"
+                )
         state = state or trainer.init()
         rows = (tokens[i % 2] for i in range(UNTIMED + TIMED))
         batches = ({"tokens": x[:, :-1], "labels": x[:, 1:]} for x in rows)

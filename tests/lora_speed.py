@@ -102,7 +102,7 @@ def step(a) -> None:
     traced = trainer.trace_train_step()
     print(dispatch.explain(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        program = compile_autotuned(traced, Path(folder) / "timings" if a.autotune else None)
+        program = compile_autotuned(traced.lower, Path(folder) / "timings" if a.autotune else None)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     found = program.memory_analysis()
     sizes = ("argument", "output", "alias", "temp")

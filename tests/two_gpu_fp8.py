@@ -56,7 +56,7 @@ def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) ->
     traced = trainer.trace_train_step()
     with tempfile.TemporaryDirectory() as folder:
         timings = None if DRY else Path(folder) / "timings.txt"
-        program = programs.compile_autotuned(traced, timings)
+        program = programs.compile_autotuned(traced.lower, timings)
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.model.vocab_size, (gpus * rows, width + 1), dtype=np.int32)
     batch = trainer.put_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})

@@ -41,7 +41,7 @@ def main() -> None:
     trainer = Trainer(config, make_mesh(config.mesh))
     with ThreadPoolExecutor() as pool:
         traces = trainer.trace_train_step, trainer.trace_verified_step
-        compiled = [pool.submit(compile_autotuned, trace(), None) for trace in traces]
+        compiled = [pool.submit(compile_autotuned, trace().lower, None) for trace in traces]
         state = trainer.init()
         program, verified = (running.result() for running in compiled)
     canary, times = Canary(trainer, verified), {}

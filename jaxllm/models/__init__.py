@@ -1,5 +1,6 @@
 """The models, by the value of `model.type` in a configuration."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,7 +12,7 @@ from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.llama3 import Llama3
 from jaxllm.models.vlstm import VLSTM
 
-__all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "create", "flops_per_token", "matmul_params"]
+__all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "abstract", "create", "flops_per_token"]
 
 MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
 
@@ -21,31 +22,25 @@ def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> Language
     return MODELS[config.type](config, fp8=fp8, rngs=nnx.Rngs(seed))
 
 
-def matmul_params(model: LanguageModel) -> int:
-    """Number of parameters that each token multiplies; `model` may be abstract (`nnx.eval_shape`).
-
-    Counts all matrices but the lookup tables: positions, and tokens unless the head is tied to
-    them.  Rows that pad the vocabulary do not count.
-    """
-    config = model.config
-    looked_up = {("embedding", "wpe"), *([("embedding", "wte")] if model.head else [])}
-    matrices = {
-        path: p.size
-        for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))
-        if p.ndim >= 2 and path not in looked_up
-    }
-    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model
-    return sum(matrices.values()) - padding
+@functools.cache
+def abstract(config: ModelConfig, fp8: str) -> LanguageModel:
+    """`create` with shapes for weights, once, as it takes 0.2 s for 24 blocks: never change it."""
+    return nnx.eval_shape(lambda: create(config, fp8=fp8))
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Floating-point operations per token of training, forward and backward.
 
     6 N for the N parameters in matmuls (2 N forward, 4 N backward), and 3 x the forward matmuls of
-    the sequence mixing; frozen parameters have no gradient, which leaves 4 N.  Recomputation,
+    the sequence mixing; frozen parameters have no gradient, which leaves 4 N.  Tables (positions,
+    and tokens unless the head is tied to them), rows that pad the vocabulary, recomputation,
     padding and element-wise work do not count.
     """
-    model = nnx.eval_shape(lambda: create(config))
+    model = abstract(config, "none")
+    tables = {("embedding", "wpe"), *([("embedding", "wte")] if model.head else [])}
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    n = sum(p.size for path, p in params if p.ndim >= 2 and path not in tables)
+    n -= (config.padded_vocab_size - config.vocab_size) * config.d_model
     trained = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
-    frozen = matmul_params(model) - trained if trained else 0
-    return 6 * matmul_params(model) - 2 * frozen + 3 * model.mixing_flops(seq_len)
+    frozen = n - trained if trained else 0
+    return 6 * n - 2 * frozen + 3 * model.mixing_flops(seq_len)

@@ -171,11 +171,12 @@ def _kept_by_forward(
     held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1  # not gradients
     # pyrefly: ignore[bad-argument-type]
     arrays = [aval for aval in kept.values() if held(aval)]
-    logits = sum(_bytes(aval) for aval in arrays if is_logits(aval))
-    activations = sum(map(_bytes, arrays)) - logits
+    size = lambda array: array.size * array.dtype.itemsize
+    logits = sum(size(aval) for aval in arrays if is_logits(aval))
+    activations = sum(map(size, arrays)) - logits
     # A kernel computes logits in chunks and keeps none; then the largest chunk counts.
     computed = (v.aval for equation in equations(traced) for v in equation.outvars)
-    chunks = (_bytes(a) for a in computed if hasattr(a, "shape") and is_logits(a))
+    chunks = (size(a) for a in computed if hasattr(a, "shape") and is_logits(a))
     return activations, max([logits, *chunks])
 
 
@@ -187,14 +188,9 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
 
 
-def _bytes(array) -> int:
-    return prod(array.shape) * array.dtype.itemsize
-
-
 def summarize(trainer: Trainer) -> str:
     """Describes memory, operations and time of a run in lines of text; traces the model once."""
-    lines = _memory_lines(trainer) + _time_lines(trainer.config, trainer.mesh)
-    return "\n".join(lines)
+    return "\n".join(_memory_lines(trainer) + _time_lines(trainer.config, trainer.mesh))
 
 
 def _memory_lines(trainer: Trainer) -> list[str]:

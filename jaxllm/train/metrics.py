@@ -78,8 +78,7 @@ class RunLog:
         self.printed = -PAUSE  # when the last line was
         self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
-        if tracker is not None:
-            self.boards.append(tracker)
+        self.boards += [tracker] if tracker else []
         self.console = Console()
         self.bar: Progress | None = None
         if is_interactive(self.console):
@@ -209,9 +208,10 @@ class Board:
         from tensorboardX.event_file_writer import EventsWriter
 
         # pyrefly: ignore[missing-module-attribute]
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(exist_ok=True)
+        self.event = Event
         self.writer = EventsWriter(str(folder / "events"))
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -230,10 +230,7 @@ class Board:
         self.writer.close()
 
     def _event(self, step: int, **content) -> None:
-        # pyrefly: ignore[missing-module-attribute]
-        from tensorboardX.proto.event_pb2 import Event
-
-        self.writer.write_event(Event(step=step, wall_time=time.time(), **content))
+        self.writer.write_event(self.event(step=step, wall_time=time.time(), **content))
 
 
 def check_tracker(config: Config) -> None:

@@ -17,8 +17,7 @@ from jax.extend.core import Jaxpr
 from jaxllm import sharding
 from jaxllm.config import Config, ModelConfig, VLSTMConfig
 from jaxllm.errors import InputError
-from jaxllm.models import create, flops_per_token
-from jaxllm.models.language_model import LanguageModel
+from jaxllm.models import abstract, flops_per_token
 from jaxllm.train import estimate
 from jaxllm.train.estimate import GIB
 from jaxllm.train.metrics import PEAK_FLOPS
@@ -200,12 +199,8 @@ def recomputed(model: ModelConfig, seq_len: int) -> float:
     more = _block_flops(model) - _block_flops(model.model_copy(update={"remat": "none"}))
     more *= model.n_layers
     if model.remat == "block":
-        more += _abstract(model).mixing_flops(seq_len)
+        more += abstract(model, "none").mixing_flops(seq_len)
     return more / flops_per_token(model, seq_len)
-
-
-def _abstract(model: ModelConfig) -> LanguageModel:
-    return nnx.eval_shape(lambda: create(model))
 
 
 @functools.cache
@@ -216,7 +211,7 @@ def _block_flops(model: ModelConfig) -> float:
     def of(n_layers: int) -> float:
         # The kernels' own matmuls are not in the trace.
         deep = model.model_copy(update={"n_layers": n_layers, "kernels": "xla"})
-        graph, params = nnx.split(_abstract(deep), nnx.Param)
+        graph, params = nnx.split(abstract(deep, "none"), nnx.Param)
         tokens = jax.ShapeDtypeStruct((1, rows), jnp.int32)
         loss = lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)
         return _matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, tokens).jaxpr) / rows

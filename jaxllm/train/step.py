@@ -18,7 +18,7 @@ from jaxllm import sharding
 from jaxllm.config import Config, evaluated
 from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
-from jaxllm.models import create
+from jaxllm.models import abstract, create
 from jaxllm.models.language_model import IGNORE
 from jaxllm.train.optim import (
     Watch,
@@ -61,8 +61,7 @@ class Checked(NamedTuple):
 
 def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
-    model = nnx.eval_shape(lambda: create(config.model, fp8=config.train.fp8))
-    graph, _, keys = nnx.split(model, nnx.Param, DropoutKey)
+    graph, _, keys = nnx.split(abstract(config.model, config.train.fp8), nnx.Param, DropoutKey)
     return graph, keys
 
 
@@ -94,8 +93,8 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.schedule = learning_rate(config.optimizer, config.train.steps)
-        model = nnx.eval_shape(lambda: create(evaluated(config.model)))
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
+        model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
@@ -158,9 +157,7 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        watch = Watch(whole, whole)
-        # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, watch, of_copies, of_base)
+        return TrainState(whole, of_params, of_opt_state, Watch(whole, whole), of_copies, of_base)
 
     def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
@@ -217,8 +214,7 @@ class Trainer:
         return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
 
     def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
-        dtype = self.config.model.compute_dtype
-        return tuple(p.astype(dtype) for p in self._matrices(params))
+        return tuple(p.astype(self.config.model.compute_dtype) for p in self._matrices(params))
 
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
@@ -230,8 +226,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
-        shapes = jax.eval_shape(self._start, self.abstract_params)
-        shapes = shapes._replace(base=self.abstract_base)
+        shapes = jax.eval_shape(self._start, self.abstract_params)._replace(base=self.abstract_base)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             shapes,
@@ -277,8 +272,7 @@ class Trainer:
         return self._trace(self._verified_step, seen)
 
     def _trace(self, step: Callable, *seen: jax.ShapeDtypeStruct) -> jax.stages.Traced:
-        whole = self.state_shardings.step
-        results = (self.state_shardings, whole, *(x.sharding for x in seen))
+        results = (self.state_shardings, self.state_shardings.step, *(x.sharding for x in seen))
         step = jax.jit(step, donate_argnums=0, out_shardings=results)
         with jax.set_mesh(self.mesh):
             return step.trace(self.abstract_state(), self.abstract_batch(), *seen)

@@ -58,7 +58,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
     timings, step = tmp_path / "compiled" / "timings.txt", Step()
-    program = compile_autotuned(step, timings)
+    program = compile_autotuned(step.lower, timings)
     first, second = step.options
     assert first["xla_gpu_deterministic_ops"] is False
     assert first[DUMP] != str(timings)  # so that a file with this name is whole
@@ -68,18 +68,18 @@ def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
     assert program(np.ones((4, 4), np.float32))[0, 0] == 4
     resumed = Step()
     shutil.rmtree(cache)
-    compile_autotuned(resumed, timings)
+    compile_autotuned(resumed.lower, timings)
     assert resumed.options == [second]
     assert loaded.exists()
 
 
 def test_another_run_of_the_program_takes_the_same_times_and_paths(tmp_path):
     first, second, other = Step(), Step(), Step(size=5)
-    compile_autotuned(first, tmp_path / "a" / "timings.txt")
-    compile_autotuned(second, tmp_path / "b" / "timings.txt")
+    compile_autotuned(first.lower, tmp_path / "a" / "timings.txt")
+    compile_autotuned(second.lower, tmp_path / "b" / "timings.txt")
     assert second.options == first.options[1:]  # so the compiled program is found, too
     assert (tmp_path / "b" / "timings.txt").read_text() == "timings"
-    compile_autotuned(other, tmp_path / "c" / "timings.txt")
+    compile_autotuned(other.lower, tmp_path / "c" / "timings.txt")
     assert len(other.options) == 2
 
 
@@ -87,7 +87,7 @@ def test_without_the_cache_each_run_times_its_own(tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         for run in "ab":
-            compile_autotuned(step := Step(), tmp_path / run / "timings.txt")
+            compile_autotuned((step := Step()).lower, tmp_path / run / "timings.txt")
             assert len(step.options) == 2
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
@@ -109,9 +109,9 @@ def test_a_cache_that_takes_no_file_costs_only_time(full, tmp_path, monkeypatch)
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     timings = tmp_path / "compiled" / "timings.txt"
-    compile_autotuned(step := Step(), timings)
+    compile_autotuned((step := Step()).lower, timings)
     assert step.options[1] == {LOAD: str(timings)}
-    compile_autotuned(again := Step(), timings)
+    compile_autotuned((again := Step()).lower, timings)
     assert again.options == step.options[1:]
 
 
@@ -123,31 +123,31 @@ def test_a_part_of_a_program_in_jaxs_cache_is_compiled_again(tmp_path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     jax.clear_caches()
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
-        program = compile_autotuned(Step(), None)
+        program = compile_autotuned(Step().lower, None)
     assert program(np.ones((4, 4), np.float32))[0, 0] == 4
 
 
 def test_a_step_of_few_blocks_is_timed_instead(tmp_path):
     step, few = Step(), Step(size=3)
-    compile_autotuned(step, tmp_path / "timings.txt", few)
+    compile_autotuned(step.lower, tmp_path / "timings.txt", few)
     (timed,), (loaded,) = few.options, step.options
     assert DUMP in timed
     assert Path(loaded[LOAD]).read_text() == "timings"
-    compile_autotuned(again := Step(), tmp_path / "other" / "timings.txt", few)
+    compile_autotuned((again := Step()).lower, tmp_path / "other" / "timings.txt", few)
     assert again.options == step.options
     assert len(few.options) == 1
 
 
 def test_a_program_without_choices_has_no_timings(tmp_path):
     step = Step(choices=False)
-    compile_autotuned(step, tmp_path / "timings.txt")
+    compile_autotuned(step.lower, tmp_path / "timings.txt")
     assert step.options[1] is None
     assert not list(tmp_path.glob("*.txt"))
 
 
 def test_without_timings_xla_takes_its_first_choice():
     step = Step()
-    compile_autotuned(step, None)
+    compile_autotuned(step.lower, None)
     assert step.options == [None]
 
 

@@ -90,14 +90,14 @@ def test_matmuls_are_timed_in_a_step_of_few_blocks(place, tmp_path):
 
     trainer = make(tiny_models.tiny("gpt2").model_copy(update={"n_layers": 4}))
     programs.find_or_compile(trainer, trace, tmp_path / "timings.txt")
-    assert traced == [4, programs.BLOCKS]
+    assert traced == [programs.BLOCKS, 4]
     decided = dispatch.decisions(every=True)
     place.unlink()
     jax.clear_caches()
     dispatch.reset()
     find(trace, trainer)
     assert dispatch.decisions(every=True) == decided
-    assert traced == [4, programs.BLOCKS, 4]
+    assert traced == [programs.BLOCKS, 4, 4]
 
 
 def test_a_verified_step_is_kept(place):

@@ -190,4 +190,5 @@ def test_sums_of_gradients_are_written_inside_matmuls(fp8):
     ran = subprocess.run([sys.executable, script, fp8], env=environment, stdout=subprocess.PIPE)
     assert ran.returncode == 0
     wanted = {"table": [0, 1], "head": [1, 0], "gate and up": [2, 0], "down": [1, 0]}
+    wanted["same matmuls"] = True  # in the step that times them
     assert json.loads(ran.stdout.splitlines()[-1]) == wanted
