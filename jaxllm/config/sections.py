@@ -17,6 +17,7 @@ from jaxllm.config.model import (
     Positive,
     Section,
     Seed,
+    Text,
     divides,
 )
 
@@ -197,7 +198,7 @@ class MeshConfig(Section):
 class SampleConfig(Section):
     """The text that the model writes during the run and at its end."""
 
-    prompt: str | None = Field(
+    prompt: Text | None = Field(
         None,
         description="the text that the sample continues; null: the validation data's first words",
     )
@@ -212,12 +213,6 @@ class SampleConfig(Section):
         1.0, description="sample among the most likely tokens with total probability p; 1: all"
     )
     seed: Seed = Field(0, description="seed of the sampling")
-
-    @model_validator(mode="after")
-    def _check(self):
-        if any("\ud800" <= c <= "\udfff" for c in self.prompt or ""):
-            raise ValueError(f"prompt={self.prompt!r} is not UTF-8")
-        return self
 
 
 class ProfileConfig(Section):

@@ -75,7 +75,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"optimizer.eps": "1e-50"}, "optimizer.eps=1e-50: must be at least 0.000000000000"),
         ({"model.softcap": "1e38"}, "model.softcap='1e38': must be at most 100000000000000000000"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
-        ({"sample.prompt": "a\ud800"}, "prompt='a\\ud800' is not UTF-8"),
+        ({"sample.prompt": "a\ud800"}, "sample.prompt='a\\ud800': 'utf-8' codec can't encode"),
         ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
         ({"optimizer.eps": "1_0.5"}, "optimizer.eps='1_0.5': must be a number without _"),
         ({"train.batch_size": "9" * 23}, "must be less than 2147483648"),
