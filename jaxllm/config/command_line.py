@@ -278,16 +278,12 @@ def holds(folder: Path) -> str | None:
 
 
 def check_writable(folder: Path, name: str = "", *, checkpoints: bool = False) -> None:
-    """Raises InputError if `folder` neither is a writable folder nor can be created.
-
-    checkpoints: written there; Orbax would lose all arrays in a/[b], for example.
-    """
+    """Raises InputError if `folder` neither is a writable folder nor can be created."""
     refuse = f"{name}{folder} cannot be created"
-    odd = re.search(r"[*?[\\\ud800-\udfff]", os.path.realpath(folder))
-    if checkpoints and odd:
-        raise InputError(
-            f"{refuse}: checkpoints cannot have {odd[0]!r} in their path; name another"
-        )
+    # Orbax, which globs and encodes the path, would lose all arrays below a folder [a].
+    odd = checkpoints and re.search(r"[*?[\\\ud800-\udfff]", os.path.realpath(folder))
+    if odd:
+        raise InputError(f"{refuse}: checkpoints cannot have {odd[0]!r} in their path; rename it")
     if re.match(r"\w{2,}:/", str(folder)):  # gs://bucket would become a folder "gs:" here
         raise InputError(f"{refuse}: it is an address; name a local folder, or mount it as one")
     try:

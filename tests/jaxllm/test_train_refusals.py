@@ -106,7 +106,7 @@ def test_checkpoints_are_not_written_where_orbax_loses_them(tmp_path):
     """In [a] a run ended well, and its checkpoints had no array; in a\\b they came to a/b."""
     (tmp_path / "link").symlink_to(tmp_path / "[a]")
     for name in ("[a]", "link/b", "a\\b", "a*", "a?", "a\udcff"):
-        with pytest.raises(InputError, match="checkpoints cannot have .* name another"):
+        with pytest.raises(InputError, match="checkpoints cannot have .* rename it"):
             command_line.check_free(tmp_path / name)
     command_line.check_writable(tmp_path / "[a]")  # a Hugging Face folder
 
