@@ -17,7 +17,6 @@ Positive = Annotated[float, Field(ge=1e-30, le=1e30)]  # float32 rounds none to 
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Text = Annotated[str, AfterValidator(lambda text: text.encode().decode())]  # UTF-8
 Name = Annotated[str, Field(min_length=1)]
 # Absolute, so that what a run stores is found from any folder.
 File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from jaxllm.config import yaml_text
 from jaxllm.config.model import (
@@ -17,12 +17,12 @@ from jaxllm.config.model import (
     Positive,
     Section,
     Seed,
-    Text,
     divides,
 )
 
 SMALLEST_BPE = 257  # entries of a byte-level BPE: every byte, and the end of text
 LARGEST_BPE = 2**22  # the library allocates all entries at once, and aborts if it cannot
+UTF8 = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
 
 
 class DataConfig(Section):
@@ -198,7 +198,7 @@ class MeshConfig(Section):
 class SampleConfig(Section):
     """The text that the model writes during the run and at its end."""
 
-    prompt: Text | None = Field(
+    prompt: UTF8 | None = Field(
         None,
         description="the text that the sample continues; null: the validation data's first words",
     )

@@ -128,6 +128,12 @@ def test_bad_values_give_one_line_with_key_and_value(overrides, message):
         (f"model: {'[' * 3000}", "cannot be read as YAML: it is nested too deep"),
         ("model: &m {type: gpt2, d: *m}", "cannot be read as YAML: found unconstructable recursiv"),
         (f"model: {{type: gpt2, n_layers: {'9' * 5000}}}", "cannot be read as YAML: Exceeds the"),
+        (
+            SMALL + "train: {steps: 3, batch_size: 1, seq_len: 8}\noptimizer: {learning_rate: 1}"
+            "\ntrain.steps: 4",
+            "train.steps=4: is no key; in YAML a.b is the key b of",
+        ),
+        (SMALL + "train: {<<: [{steps: 9}, {steps: 8}]}", "<< takes one anchor, not a list"),
         (SMALL + "train: {steps: 1_0}", "train.steps='1_0': must be a whole number"),
         (SMALL + "train: {steps: 010}", "train.steps='010': must be a whole number"),
         (SMALL + "train: {steps: 1:30}", "train.steps='1:30': must be a whole number"),
