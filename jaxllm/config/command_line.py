@@ -262,7 +262,7 @@ def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]
 
 def check_free(out_dir: Path) -> None:
     """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
-    check_writable(out_dir, "out_dir ")
+    check_writable(out_dir, "out_dir ", checkpoints=True)
     if what := holds(out_dir):
         resume = "add --resume to continue it, or " if what == "a run" else ""
         raise InputError(f"out_dir {out_dir} already holds {what}; {resume}name another")
@@ -277,9 +277,13 @@ def holds(folder: Path) -> str | None:
     return next((what for name, what in known.items() if (folder / name).exists()), None)
 
 
-def check_writable(folder: Path, name: str = "") -> None:
+def check_writable(folder: Path, name: str = "", *, checkpoints: bool = False) -> None:
     """Raises InputError if `folder` neither is a writable folder nor can be created."""
     refuse = f"{name}{folder} cannot be created"
+    # Orbax, which globs and encodes the path, would lose all arrays below a folder [a].
+    odd = checkpoints and re.search(r"[*?[\\\ud800-\udfff]", os.path.realpath(folder))
+    if odd:
+        raise InputError(f"{refuse}: checkpoints cannot have {odd[0]!r} in their path; rename it")
     if re.match(r"\w{2,}:/", str(folder)):  # gs://bucket would become a folder "gs:" here
         raise InputError(f"{refuse}: it is an address; name a local folder, or mount it as one")
     try:
@@ -310,7 +314,7 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
-    check_writable(args.out_dir, "out_dir ")
+    check_writable(args.out_dir, "out_dir ", checkpoints=True)
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
     stored_path = str(args.out_dir / "config.yaml")

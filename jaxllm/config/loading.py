@@ -167,6 +167,7 @@ _WORDS = (  # pydantic's wording, which addresses programmers, and ours
     ("a valid boolean", "true or false"),
     ("an object", "a section with keys"),
     ("String should have at least 1 character", "must not be empty"),
+    ("Extra inputs are not permitted", "is no key; in YAML a.b is the key b of a section a"),
 )
 
 

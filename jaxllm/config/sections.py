@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from jaxllm.config import yaml_text
 from jaxllm.config.model import (
@@ -22,6 +22,7 @@ from jaxllm.config.model import (
 
 SMALLEST_BPE = 257  # entries of a byte-level BPE: every byte, and the end of text
 LARGEST_BPE = 2**22  # the library allocates all entries at once, and aborts if it cannot
+UTF8 = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
 
 
 class DataConfig(Section):
@@ -197,7 +198,7 @@ class MeshConfig(Section):
 class SampleConfig(Section):
     """The text that the model writes during the run and at its end."""
 
-    prompt: str | None = Field(
+    prompt: UTF8 | None = Field(
         None,
         description="the text that the sample continues; null: the validation data's first words",
     )
@@ -212,12 +213,6 @@ class SampleConfig(Section):
         1.0, description="sample among the most likely tokens with total probability p; 1: all"
     )
     seed: Seed = Field(0, description="seed of the sampling")
-
-    @model_validator(mode="after")
-    def _check(self):
-        if any("\ud800" <= c <= "\udfff" for c in self.prompt or ""):
-            raise ValueError(f"prompt={self.prompt!r} is not UTF-8")
-        return self
 
 
 class ProfileConfig(Section):

@@ -26,8 +26,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, value in node.value:
             if key_node.tag.endswith(":merge"):  # <<: *anchor, whose keys others may override
+                if value.id == "sequence":  # of which PyYAML 6.0.4 takes the last, others the first
+                    raise yaml.YAMLError(f"<< takes one anchor, not a list{key_node.start_mark}")
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):

@@ -90,8 +90,7 @@ def _run(args: Namespace) -> None:
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
     if args.source == "chat":
-        for line in prepare_chat(source, Tokenizer(args.tokenizer), args.loss, args.out):
-            print(line)
+        print(*prepare_chat(source, Tokenizer(args.tokenizer), args.loss, args.out), sep="\n")
         return
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)

@@ -84,9 +84,8 @@ def checked(args: argparse.Namespace) -> SampleConfig:
     for name in ("tokens", "samples", "batch_size"):
         if not 1 <= getattr(args, name, 1) < 2**31:
             raise InputError(f"--{name}={getattr(args, name)} is not from 1 to {2**31 - 1}")
-    said = (getattr(args, name, None) or "" for name in ("prompt", "system"))
-    for text in (*said, *args.stop):
-        if any("\ud800" <= c <= "\udfff" for c in text):
+    for text in (*map(vars(args).get, ("prompt", "system")), *args.stop):
+        if any("\ud800" <= c <= "\udfff" for c in text or ""):
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
@@ -95,9 +94,8 @@ def checked(args: argparse.Namespace) -> SampleConfig:
 
 
 def _run(args: argparse.Namespace) -> None:
-    texts = [args.prompt]
-    if args.prompts is not None:
-        texts = [line for _, line in read_lines(args.prompts, "--prompts")]
+    lines = read_lines(args.prompts, "--prompts") if args.prompts else [(1, args.prompt)]
+    texts = [line for _, line in lines]
     chats = [_conversation(args, text, n) for n, text in enumerate(texts, 1)] if args.chat else None
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.

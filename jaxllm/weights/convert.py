@@ -161,6 +161,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 def _from_huggingface(weights, folder: Path, out: Path) -> str:
     from jaxllm.weights.pretrained import write_checkpoint
 
+    check_writable(out, checkpoints=True)
     tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
     config = _config_to_train(weights.config, init_from=out, tokenizer=tokenizer)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

@@ -75,7 +75,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"optimizer.eps": "1e-50"}, "optimizer.eps=1e-50: must be at least 0.000000000000"),
         ({"model.softcap": "1e38"}, "model.softcap='1e38': must be at most 100000000000000000000"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
-        ({"sample.prompt": "a\ud800"}, "prompt='a\\ud800' is not UTF-8"),
+        ({"sample.prompt": "a\ud800"}, "sample.prompt='a\\ud800': 'utf-8' codec can't encode"),
         ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
         ({"optimizer.eps": "1_0.5"}, "optimizer.eps='1_0.5': must be a number without _"),
         ({"train.batch_size": "9" * 23}, "must be less than 2147483648"),
@@ -128,6 +128,12 @@ def test_bad_values_give_one_line_with_key_and_value(overrides, message):
         (f"model: {'[' * 3000}", "cannot be read as YAML: it is nested too deep"),
         ("model: &m {type: gpt2, d: *m}", "cannot be read as YAML: found unconstructable recursiv"),
         (f"model: {{type: gpt2, n_layers: {'9' * 5000}}}", "cannot be read as YAML: Exceeds the"),
+        (
+            SMALL + "train: {steps: 3, batch_size: 1, seq_len: 8}\noptimizer: {learning_rate: 1}"
+            "\ntrain.steps: 4",
+            "train.steps=4: is no key; in YAML a.b is the key b of",
+        ),
+        (SMALL + "train: {<<: [{steps: 9}, {steps: 8}]}", "<< takes one anchor, not a list"),
         (SMALL + "train: {steps: 1_0}", "train.steps='1_0': must be a whole number"),
         (SMALL + "train: {steps: 010}", "train.steps='010': must be a whole number"),
         (SMALL + "train: {steps: 1:30}", "train.steps='1:30': must be a whole number"),

@@ -19,6 +19,14 @@ def test_parquet(tmp_path):
     assert pieces[-1].done == (tmp_path / "a.parquet").stat().st_size
 
 
+def test_parquet_of_any_name(tmp_path, monkeypatch):
+    """Arrow took s3:a as an address, and a name that is not UTF-8 not at all."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("s3:a", "a\udcff"):
+        path = parquet(tmp_path / "a.parquet", text=["one"]).rename(name)
+        assert [piece.text for piece in read("parquet", path)] == ["one"]
+
+
 def test_parquet_of_categories(tmp_path):
     column = pyarrow.array(["one", "two", "one"]).dictionary_encode()
     pieces = read("parquet", parquet(tmp_path / "a.parquet", text=column))

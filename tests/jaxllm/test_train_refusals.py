@@ -12,6 +12,7 @@ from training_runs import REPO, error_of
 from jaxllm import config as configs
 from jaxllm.config import command_line
 from jaxllm.data import open_dataset
+from jaxllm.errors import InputError
 from jaxllm.train import launch
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.process import lock_directory
@@ -99,6 +100,15 @@ def test_a_run_does_not_begin_in_a_folder_of_something_else(name, what, tiny, ca
     (tmp_path / "x" / name).write_text("")
     message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x")
     assert f"x already holds {what}; name another" in message
+
+
+def test_checkpoints_are_not_written_where_orbax_loses_them(tmp_path):
+    """In [a] a run ended well, and its checkpoints had no array; in a\\b they came to a/b."""
+    (tmp_path / "link").symlink_to(tmp_path / "[a]")
+    for name in ("[a]", "link/b", "a\\b", "a*", "a?", "a\udcff"):
+        with pytest.raises(InputError, match="checkpoints cannot have .* rename it"):
+            command_line.check_free(tmp_path / name)
+    command_line.check_writable(tmp_path / "[a]")  # a Hugging Face folder
 
 
 def test_a_broken_link_cannot_hold_a_run(capsys, tmp_path):
