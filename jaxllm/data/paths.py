@@ -30,6 +30,7 @@ _SPLITS = {"training": "train", "train": "train"} | {
     for split, names in (("val", "val valid validation dev"), ("test", "test testing"))
     for name in names.split()
 }
+_ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
@@ -99,20 +100,25 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
 
 
 def by_split(kind: str, found: Found) -> tuple[Found, Found]:
-    """The files to train on and to validate on, where the names of all say which, as on the Hub.
+    """The files to train on and to validate on, where names say which, as on the Hub.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
-    Otherwise all are trained on.
+    Names without such a word are left out then; but if they are texts, all are trained on, as a
+    folder of code may have tests and a file train.py (a README or a license does not count).
     """
-    groups = {"train": [], "val": [], "test": []}
+    groups = {"train": [], "val": [], "test": [], "no": []}
     for name, path in found.files:
         words = re.split(r"[^a-z0-9]+", name.lower())
-        split = next((_SPLITS[x] for x in words if x in _SPLITS), "train" * (kind == "shards"))
-        groups.setdefault(split, []).append((name, path))
-    train, val, test, *unnamed = groups.values()
-    if unnamed or not train:
+        split = next(
+            (_SPLITS[x] for x in words if x in _SPLITS), "train" if kind == "shards" else "no"
+        )
+        groups[split].append((name, path))
+    train, val, test, no = groups.values()
+    is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
+    if not train or (kind == "text" and any(map(is_data, no))):
         return found, Found([])
     more = f"; left out {len(test):,} files of a test split ({test[0][0]})" if test else ""
+    more += f"; left out {len(no):,} files whose names say no split ({no[0][0]})" if no else ""
     return Found(train, found.left_out + more), Found(val)
 
 

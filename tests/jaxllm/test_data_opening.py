@@ -67,12 +67,13 @@ def test_a_validation_file_alone_is_split(tmp_path, config):
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
 def test_names_of_splits_say_what_trains(tmp_path, config, kind):
-    """As on the Hub; a test split is not read.  A name without a split makes all training data."""
+    """As on the Hub; a test split is not read.  A text without a split makes all training data."""
     names = ("train-00000-of-00002", "sub/train/b", "validation", "test")
     documents = {name: f"{name} says {i} " * 20 for i, name in enumerate(names)}
     for name, text in documents.items():
         content = json.dumps({"text": text}) if kind == "jsonl" else text
         write(tmp_path / "data" / f"{name}.{kind}", content)
+    write(tmp_path / "data" / "README.md", "What the data are.")
     config.source, config.path = kind, str(tmp_path / "data")
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
@@ -81,7 +82,11 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     assert "; left out 1 files of a test split (test." in data.description
     write(tmp_path / "data" / f"more.{kind}", content)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    assert "5 documents in 5 files" in data.description
+    expected = {
+        "jsonl": "; left out 1 files whose names say no split (more.jsonl)",
+        "text": "6 documents in 6 files",
+    }
+    assert expected[kind] in data.description
 
 
 # Text
