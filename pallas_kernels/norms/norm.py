@@ -112,13 +112,13 @@ def _rsqrt_jvp(primals, tangents):
 
 def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
-    s, dtype = mosaic.rounded(mosaic.plus(x, x_bias), x.dtype), x.dtype
+    dtype = x.dtype
+    s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), dtype)
     if residual is not None:
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)
     z = s.astype(mosaic.stat_dtype(s.dtype))
-    if centered:
-        z = z - jnp.mean(z, axis=-1, keepdims=True)
+    z = z - jnp.mean(z, axis=-1, keepdims=True) if centered else z
     y = z * rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
     y = mosaic.plus(y if weight is None else y * weight.astype(y.dtype), bias)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
