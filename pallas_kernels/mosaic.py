@@ -140,8 +140,22 @@ def place(*axes) -> jax.sharding.NamedSharding | None:
 
 def rounded(x, dtype) -> jax.Array:
     """x rounded to dtype, in its own dtype: XLA may remove a cast to and fro, but never this."""
-    to = jnp.finfo(dtype)
-    return lax.reduce_precision(x, to.nexp, to.nmant)
+    if dtype == jnp.float16:  # whose subnormal numbers reduce_precision takes for 0
+        return x.astype(dtype).astype(x.dtype)
+    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+
+
+@jax.custom_jvp
+def plus(x, bias):
+    """x + bias in x's dtype, or x; JAX would sum a bias' gradient in 16 bits, this in float32."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+@plus.defjvp
+@promotions()
+def _plus_jvp(primals, tangents):
+    y, terms = plus(*primals), [t.astype(stat_dtype(t.dtype)) for t in tangents if t is not None]
+    return y, functools.reduce(jnp.add, terms).astype(y.dtype)
 
 
 def _check_interpreter(threads: int) -> None:
@@ -298,11 +312,9 @@ def unsupported_dtype(**arrays) -> str | None:
 
 def mixed_dtypes(**arrays) -> str | None:
     """Why the kernels do not support these dtypes (one differs from the first), or None."""
-    (first, x), *rest = arrays.items()
-    for name, y in rest:
-        if y is not None and y.dtype != x.dtype:
-            return f"{first} is {x.dtype} but {name} is {y.dtype}"
-    return None
+    (a, x), *rest = ((name, x) for name, x in arrays.items() if x is not None)
+    wrong = (f"{a} is {x.dtype} but {b} is {y.dtype}" for b, y in rest if y.dtype != x.dtype)
+    return next(wrong, None)
 
 
 def empty(**arrays) -> str | None:

@@ -200,13 +200,12 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
         ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]
     else:
         ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
-    ys = [y if b is None else y + b.astype(dtype) for y, b in zip(ys, biases, strict=True)]
+    ys = [mosaic.plus(y, b) for y, b in zip(ys, biases, strict=True)]
     if activation == "gelu":
         ys = [gelu_reference(y) for y in ys]
     elif activation == "swiglu":
         ys = [jax.nn.silu(ys[0]) * ys[1]]
-    if residual is not None:
-        ys = [ys[0] + residual.astype(dtype)]
+    ys[0] = mosaic.plus(ys[0], residual)
     return tuple(y.astype(t) for y, t in zip(ys, _dtypes(given, weights, residual), strict=False))
 
 

@@ -74,10 +74,11 @@ class Embedding(Layer):
                 raise ValueError(
                     f"T={tokens.shape[-1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )
+            either = tokens.shape[1:], tokens.shape
+            if positions is not None and positions.shape not in either:
+                raise ValueError(f"positions have shape {positions.shape}, none of {either}")
             if positions is not None and positions.ndim == 2:
-                # The lookup sums the gradient in a fixed order, as for tokens; XLA's scatter does
-                # not.
-                positions = jnp.broadcast_to(positions, tokens.shape)
+                # The lookup sums the gradient in a fixed order, as for tokens, unlike a scatter.
                 wpe, rows = None, self._look_up(positions, wpe, None, jnp.float32)
             elif positions is not None:
                 wpe = jnp.take(wpe, positions, axis=0, mode="clip")  # as the lookup does

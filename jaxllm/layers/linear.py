@@ -30,6 +30,7 @@ from jaxllm.sharding import (
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.float8.quantize import TILE
+from pallas_kernels.mosaic import plus
 from pallas_kernels.options import with_gradient
 from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.single_row import Activation, pays
@@ -101,8 +102,7 @@ class Dense:
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias in `dtype` (None: x's); norm: the one that x is a result of, or None."""
         w = constrain(self.matrix(x.dtype), *self.axes)
-        y = x @ w if dtype is None else _matmul(x, w, dtype)
-        return y if bias is None else y + bias.astype(y.dtype)
+        return plus(x @ w if dtype is None else _matmul(x, w, dtype), bias)
 
 
 class Float8(Dense):
@@ -157,8 +157,7 @@ class Transposed:
         """x W + bias; sums of a single row x are in float32."""
         dtype = dtype or x.dtype
         if x.size > x.shape[-1]:
-            y = jnp.matmul(x, self.matrix(x.dtype), preferred_element_type=dtype)
-            return y if bias is None else y + bias.astype(y.dtype)
+            return plus(jnp.matmul(x, self.matrix(x.dtype), preferred_element_type=dtype), bias)
         terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
         if bias is not None:
             # The bias is part of the first term: XLA would add it in another kernel.

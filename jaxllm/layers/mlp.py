@@ -15,6 +15,7 @@ from jaxllm.layers.norm import Norm
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.mosaic import plus
 from pallas_kernels.single_row import Activation
 
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
@@ -93,7 +94,7 @@ class MLP(_FeedForward):
         """
         if self._joins(x):
             y, bias = self._whole(x, norm), self.down.bias
-            return y + bias[...].astype(y.dtype) if add_bias and bias is not None else y
+            return plus(y, bias[...]) if add_bias and bias is not None else y
         if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
         else:

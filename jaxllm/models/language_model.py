@@ -21,6 +21,7 @@ from jaxllm.layers.vlstm import soft_cap
 from jaxllm.sharding import BATCH, PARTS, SHARDS, P, constrain, context_size, per_device, shardings
 from pallas_kernels import ids, linear_cross_entropy
 from pallas_kernels.ids import Ids
+from pallas_kernels.mosaic import plus
 from pallas_kernels.options import with_gradient
 
 STD = 0.02  # initial standard deviation of all weights
@@ -42,9 +43,7 @@ class Stream(NamedTuple):
         """The stream as one array, in the residual's dtype."""
         if self.branch is None:
             return self.residual
-        x = self.branch
-        x = x if self.bias is None else x + self.bias.astype(x.dtype)
-        return self.residual + x.astype(self.residual.dtype)
+        return self.residual + plus(self.branch, self.bias).astype(self.residual.dtype)
 
     def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) for the sum s, in one pass."""

@@ -85,7 +85,7 @@ def swiglu(
 def gelu_reference(x, bias=None):
     """The formula in jnp, in float32 (float64 for float64)."""
     z = x if bias is None else _plus(x, bias)
-    z = z.astype(mosaic.stat_dtype(x.dtype))
+    z = mosaic.rounded(z.astype(mosaic.stat_dtype(x.dtype)), x.dtype)  # and with it dz
     w = jnp.clip(z, -100, 100)  # beyond, tanh(u) is constant and z^3 may overflow
     u = math.sqrt(2 / math.pi) * (w + 0.044715 * w * w * w)
     return (0.5 * z * (1 + jnp.tanh(u))).astype(x.dtype)
@@ -227,7 +227,7 @@ def gelu_backward(saved, apply):
 def _plus(x, bias):
     # A jax.checkpoint policy can save z by name.  Saving x would keep XLA from adding the bias in
     # the matmul.
-    return checkpoint_name(x + bias.astype(x.dtype), "gelu")
+    return checkpoint_name(mosaic.plus(x, bias), "gelu")
 
 
 _gelu = with_gradient(

@@ -52,9 +52,9 @@ def decode_attention(
         slot lengths - T + t and sees the slots up to its own.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1, or to the nearest one, in place where the cache is donated.  The result is then
-        (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
-        clips them to +-448 (infinities become NaN), and writes them.
-    k_scale, v_scale: multiply k and v, for float8; default 1.
+        (y, k, v) with the updated cache.  XLA divides them by their scales, and for a float8 cache
+        clips them to +-448 (infinities become NaN) and writes them.
+    k_scale, v_scale: multiply k and v, above all for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
@@ -152,10 +152,9 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window):
 
 def _stored(x, scale, dtype):
     """x (B, K, D) as a cache of this dtype holds it; scale: (B, K) or None."""
-    if dtype != FP8:
-        return x.astype(dtype)
     x = x.astype(mosaic.stat_dtype(x.dtype))
-    return saturated(x if scale is None else x / scale[..., None], dtype)
+    x = x if scale is None else x / scale[..., None]
+    return saturated(x, dtype) if dtype == FP8 else x.astype(dtype)
 
 
 def _append(k, v, new, lengths):

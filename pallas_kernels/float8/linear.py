@@ -68,11 +68,10 @@ def fp8_linear(
         raise ValueError(f"bias has shape {bias.shape}, not {weight.shape[1:]}")
     if total is not None:
         check_totals((total,), weight)
-    reason = why_not(x, weight)
-    if reason and implementation != "mosaic":
+    if (reason := why_not(x, weight)) and implementation != "mosaic":
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("fp8_linear", "xla", "unsupported", why))
-        return _plus(jnp.matmul(x, summed(weight, total).astype(x.dtype)), bias)
+        return mosaic.plus(jnp.matmul(x, summed(weight, total).astype(x.dtype)), bias)
     return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm, total)
 
 
@@ -99,11 +98,7 @@ def fp8_linear_reference(x, weight, bias=None):
     float64 is not rounded: the truth in tests.
     """
     y = jnp.matmul(_rounded(x), _rounded(weight), precision=lax.Precision.HIGHEST)
-    return _plus(_round_gradient(y.astype(x.dtype)), bias)
-
-
-def _plus(y, bias):
-    return y if bias is None else y + bias.astype(y.dtype)
+    return mosaic.plus(_round_gradient(y.astype(x.dtype)), bias)
 
 
 def why_not(x, weight) -> str | None:
@@ -144,15 +139,14 @@ _round_gradient = with_gradient(
 def _linear_forward(x, weight, bias, row_norm, total, kernel):
     x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
     like = weight[:0], None if bias is None else bias[:0]
-    y = _plus(times(x8, w8, x.dtype), bias)
+    y = mosaic.plus(times(x8, w8, x.dtype), bias)
     return y, (kept_input(x8), kept_weight(w8), like, total)
 
 
 def _linear_backward(kernel, saved, dy):
     x8, w8, (like_weight, like_bias), total = saved
-    dbias = None
     if like_bias is None:
-        dy8 = cast(dy, BACKWARD, kernel)
+        dy8, dbias = cast(dy, BACKWARD, kernel), None
     else:
         dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
         dbias = dbias.astype(like_bias.dtype)

@@ -112,18 +112,15 @@ def _rsqrt_jvp(primals, tangents):
 
 def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
-    s, dtype = x, x.dtype
-    if x_bias is not None:
-        s = mosaic.rounded(s + x_bias.astype(dtype), dtype)
+    dtype = x.dtype
+    s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), dtype)
     if residual is not None:
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)
     z = s.astype(mosaic.stat_dtype(s.dtype))
-    if centered:
-        z = z - jnp.mean(z, axis=-1, keepdims=True)
+    z = z - jnp.mean(z, axis=-1, keepdims=True) if centered else z
     y = z * rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
-    y = y if weight is None else y * weight.astype(y.dtype)
-    y = y if bias is None else y + bias.astype(y.dtype)
+    y = mosaic.plus(y if weight is None else y * weight.astype(y.dtype), bias)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
     return y.astype(dtype), s
 
@@ -153,8 +150,7 @@ def _check(x, weight, bias, residual, x_bias, gate):
 
 def _save(x, weight, bias, residual, x_bias, gate, centered, eps):
     """((y, s), what the backward pass needs); s is None without a residual."""
-    if x_bias is not None:
-        x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
+    x = mosaic.plus(x, x_bias)  # XLA fuses this with the matmul that makes x
     (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
     return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
 

@@ -123,7 +123,7 @@ def _linear(x, weight, bias, dtype, kernel: bool):
         parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
         y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
         y = y[: weight.shape[1], : x.shape[0]].T
-    return (y if bias is None else y + bias.astype(y.dtype)).astype(dtype)
+    return mosaic.plus(y, bias).astype(dtype)
 
 
 def _plain_sums(x, weight: PlainWeight, dtype):

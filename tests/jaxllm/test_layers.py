@@ -101,9 +101,10 @@ def test_what_would_silently_be_another_computation_is_refused():
     x = normal(0, 1, 3, 1, 16)  # one head of 16 where the norm has two of 8
     with pytest.raises(ValueError, match=r"weight has shape \(2, 8\)"):
         HeadLayerNorm(2, 8)(x, x)
-    positions = jnp.zeros((3, 4), jnp.int32)  # of three rows for a single one
-    with pytest.raises(ValueError, match="Incompatible"):
-        Embedding(10, 8, max_seq_len=8, rngs=nnx.Rngs(0))(positions[:1], positions)
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    for shape in ((3, 4), (1, 4), (2, 1), (5,), (3,), ()):  # of other rows, or not of 4 tokens
+        with pytest.raises(ValueError, match=r"^positions have shape .*, none of \(\(4,\), \(2, "):
+            Embedding(10, 8, max_seq_len=8, rngs=nnx.Rngs(0))(tokens, jnp.zeros(shape, jnp.int32))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
@@ -128,6 +129,9 @@ def test_linear_is_xw_plus_b_and_can_return_float32():
     y = layer(x, jnp.float32)
     exact = x.astype(jnp.float32) @ layer.weight[...].astype(jnp.bfloat16).astype(jnp.float32)
     close(y, exact + layer.bias[...])  # neither the sum nor the bias was rounded to bf16
+    x = normal(3, 1000, 32).astype(jnp.bfloat16)  # nor are the sums of the bias' gradient
+    gradient = nnx.grad(lambda layer: (layer(x) * layer(x)).sum())(layer)
+    close(gradient.bias[...], 2 * layer(x).astype(jnp.float32).sum(0))
 
 
 def test_fan_out_adds_gradients_with_the_newest_product_on_the_left():

@@ -163,16 +163,19 @@ def test_scales_of_a_float8_cache():
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_new_position_is_divided_by_its_scale_and_clipped():
-    q, k, v, lengths = arrays(2, 1, 4, 2, 48, 64, [30, 48], BF16, FP8)
+@pytest.mark.parametrize("dtype", [FP8, BF16])  # a cache of bfloat16 got it undivided
+def test_a_new_position_is_divided_by_its_scale_and_clipped(dtype):
+    q, k, v, lengths = arrays(2, 1, 4, 2, 48, 64, [30, 48], BF16, dtype)
     k_scale, v_scale = (0.01 * jnp.exp(normal(i, (2, 2))) for i in (3, 4))
     new = tuple(normal(i, (2, 1, 2, 64), BF16) for i in (5, 6))
     new = (new[0].at[0, 0, 0, 0].set(-1000.0), new[1].at[1, 0, 0, 0].set(jnp.inf))
     run = functools.partial(decode_attention, k_scale=k_scale, v_scale=v_scale)
     y, *cache = run(q, k, v, lengths, new=new)
     for kept, before, x, scale in zip(cache, (k, v), new, (k_scale, v_scale), strict=True):
-        stored = jnp.clip(x[:, 0].astype(jnp.float32) / scale[..., None], -448, 448)
-        stored = jnp.where(jnp.isinf(x[:, 0]), jnp.nan, stored).astype(FP8)
+        stored = x[:, 0].astype(jnp.float32) / scale[..., None]
+        if dtype == FP8:
+            stored = jnp.where(jnp.isinf(stored), jnp.nan, jnp.clip(stored, -448, 448))
+        stored = stored.astype(dtype)
         expected = before.at[jnp.arange(2), lengths - 1].set(stored)
         np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (kept, expected)))
     np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (y, run(q, *cache, lengths))))
