@@ -140,9 +140,13 @@ def place(*axes) -> jax.sharding.NamedSharding | None:
 
 def rounded(x, dtype) -> jax.Array:
     """x rounded to dtype, in its own dtype: XLA may remove a cast to and fro, but never this."""
-    if dtype == jnp.float16:  # whose subnormal numbers reduce_precision takes for 0
-        return x.astype(dtype).astype(x.dtype)
-    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    to, wide = jnp.finfo(dtype), x.astype(stat_dtype(x.dtype))
+    y = lax.reduce_precision(x, to.nexp, to.nmant)
+    if dtype != jnp.float16:
+        return y
+    # Its subnormal numbers, which would become 0, are multiples of 2^-24, as all are near this one.
+    near = 1.5 * 2.0 ** (jnp.finfo(wide.dtype).nmant - 24)
+    return jnp.where(abs(x) < to.tiny, ((wide + near) - near).astype(x.dtype), y)
 
 
 @jax.custom_jvp
