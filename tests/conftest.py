@@ -15,11 +15,13 @@ from jaxtyping import install_import_hook
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
 # Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a
-# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.
+# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.  There XLA's own sums
+# are deterministic only if it is asked for, as train.py does.
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 else:
     fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+    fast += " --xla_gpu_deterministic_ops=true"
 os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # On a CPU, XLA compiles each program once for all test processes and for those that tests start.
 # The process that starts the others makes the folder.

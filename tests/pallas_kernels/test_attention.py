@@ -60,10 +60,10 @@ LARGE = [
     ((2, 1500, 1500, 6, 2, 128), BF16, {"softcap": 20.0}),
     ((1, 700, 700, 2, 1, 256), BF16, {"segments": [[333]], "softcap": 20.0}),
     ((2, 777, 1500, 6, 2, 80), BF16, {"segments": [[600, 900], [1300]], "window": 300}),
-    ((2, 1000, 1000, 6, 2, 112), FP16, {"segments": [[333]], "softcap": 20.0}),
+    ((1, 1000, 1000, 6, 2, 112), FP16, {"segments": [[333]], "softcap": 20.0}),
     ((2, 1000, 1000, 6, 6, 192), BF16, {"window": 200, "return_lse": True}),
-    ((2, 777, 777, 6, 2, 160), BF16, {"segments": [[333]], "causal": False}),
-    ((2, 1000, 1000, 6, 6, 16), BF16, {"segments": [[600, 900]], "window": 100}),
+    ((1, 777, 777, 6, 2, 160), BF16, {"segments": [[333]], "causal": False}),
+    ((1, 1000, 1000, 6, 6, 16), BF16, {"segments": [[600, 900]], "window": 100}),
     ((2, 1000, 1000, 6, 1, 48), FP16, {"softcap": 20.0, "return_lse": True}),
 ]
 # Blocks of one to five steps: what the compiler knows of a loop's length changes the program.

@@ -178,7 +178,9 @@ def test_a_new_position_is_divided_by_its_scale_and_clipped(dtype):
         stored = stored.astype(dtype)
         expected = before.at[jnp.arange(2), lengths - 1].set(stored)
         np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (kept, expected)))
-    np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (y, run(q, *cache, lengths))))
+    both = (a.astype(jnp.float32) for a in (y, run(q, *cache, lengths)))
+    # The kernel does not round the new position's weight.
+    np.testing.assert_allclose(*both, rtol=0, atol=0 if dtype == FP8 else 1e-3)
 
 
 def test_positions_without_keys_give_zeros():
