@@ -208,11 +208,13 @@ class Attention(Layer):
 
 def _filled(k, v, cache):
     """The arrays of a cache with the keys and values (B, T, K, D) of the prompts."""
-    room = ((0, 0), (0, cache.size - k.shape[1]), (0, 0), (0, 0))
+    if (t := k.shape[1]) > cache.size:
+        raise ValueError(f"T={t} positions are more than the cache's size={cache.size}")
+    room = ((0, 0), (0, cache.size - t), (0, 0), (0, 0))
     pad = lambda x: jnp.pad(x, room)
     if not cache.float8:
         return pad(k), pad(v)
-    seen = (jnp.arange(k.shape[1]) < cache.lengths[:, None])[:, :, None, None]
+    seen = (jnp.arange(t) < cache.lengths[:, None])[:, :, None, None]
     (k, k_scale), (v, v_scale) = (_to_float8(x, seen) for x in (k, v))
     return pad(k), pad(v), k_scale, v_scale
 

@@ -1,10 +1,11 @@
 """What a folder says about its model's text; data, training, inference and conversion ask it."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Tokenizer:
     def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text, one that has tokens."""
         for text in ("a", *vocabulary):
-            found = self._library.encode(text, add_special_tokens=True)
+            with self._in_a_line():
+                found = self._library.encode(text, add_special_tokens=True)
             if 0 in (of_text := found.sequence_ids):
                 end = len(of_text) - of_text[::-1].index(0)
                 return found.ids[: of_text.index(0)], found.ids[end:]
@@ -144,7 +146,18 @@ class Tokenizer:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
         self._library.encode_special_tokens = False
-        return self._checked(self._library.encode(text, add_special_tokens=True).ids)
+        with self._in_a_line():
+            return self._checked(self._library.encode(text, add_special_tokens=True).ids)
+
+    @contextlib.contextmanager
+    def _in_a_line(self) -> Iterator[None]:
+        """The library raises a bare Exception: a Unigram without unk_id met an unknown character."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise InputError(f"{self.path}: {error}") from error
 
     def encode_parts(
         self, parts: Sequence[tuple[str, str]], *, special: bool = False
@@ -152,7 +165,8 @@ class Tokenizer:
         """The ids of each (text before, text), where it follows the text before; uses all cores."""
         self._library.encode_special_tokens = not special
         texts = [before[-_CONTEXT:] + text for before, text in parts]
-        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        with self._in_a_line():
+            found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         skip = [len(self._ids(before[-_CONTEXT:])) if before else 0 for before, _ in parts]
         return [np.asarray(x.ids[n:], np.uint32) for x, n in zip(found, skip, strict=True)]
 
@@ -166,7 +180,8 @@ class Tokenizer:
         return after[: len(before)] == before and self._ids(left + right) == whole
 
     def _ids(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        with self._in_a_line():
+            return self._library.encode(text, add_special_tokens=False).ids
 
     def count_special(self, text: str) -> int:
         """How many names of special tokens a text has."""
@@ -224,7 +239,9 @@ class Tokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each (text, spans): the ids, and whether each token overlaps a span; on all cores."""
         self._library.encode_special_tokens = False
-        found = self._library.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        texts = [text for text, _ in rendered]
+        with self._in_a_line():
+            found = self._library.encode_batch(texts, add_special_tokens=False)
         pairs = []
         for encoding, (_, spans) in zip(found, rendered, strict=True):
             begins, ends = np.array(encoding.offsets, int).reshape(-1, 2).T

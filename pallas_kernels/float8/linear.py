@@ -68,6 +68,7 @@ def fp8_linear(
         raise ValueError(f"bias has shape {bias.shape}, not {weight.shape[1:]}")
     if total is not None:
         check_totals((total,), weight)
+    row_norm = known_norm(row_norm)
     if (reason := why_not(x, weight)) and implementation != "mosaic":
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("fp8_linear", "xla", "unsupported", why))
@@ -77,7 +78,7 @@ def fp8_linear(
 
 def _with_casts(x, weight, bias, row_norm, total, *, kernel: bool):
     warn_of_flags()
-    return _linear(x, weight, bias, known_norm(row_norm), total, kernel)
+    return _linear(x, weight, bias, row_norm, total, kernel)
 
 
 @functools.cache  # once

@@ -268,6 +268,12 @@ def test_segments_with_a_cache_are_refused(name):
         model.advance(embedded, segment_ids=jnp.array([[0, 0, 1, 1]]), caches=caches)
 
 
+def test_prompts_longer_than_their_cache_are_refused():
+    layer, x = Attention(16, 2, rngs=nnx.Rngs(0)), normal(1, 1, 9, 16)
+    with pytest.raises(ValueError, match="T=9 positions are more than the cache's size=8"):
+        layer.with_cache(x, None, Cache(jnp.array([9]), 8))
+
+
 def test_positions_of_attention_are_relative_but_not_ignored():
     layer = Attention(16, 2, rope_theta=1e4, std=0.5, rngs=nnx.Rngs(0))
     x = normal(1, 2, 9, 16)

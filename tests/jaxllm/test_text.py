@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizer_families import EXPECTED, FAMILIES, FOLDER, HARD, built
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
+from tokenizers import models, normalizers, pre_tokenizers
 
 from jaxllm.data.corpus import encode
 from jaxllm.data.sources import Piece
@@ -142,3 +143,19 @@ def test_a_conversation_marks_nothing_as_the_assistants(tmp_path):
     text, spans = Tokenizer(folder).rendered(messages)
     assert said in text
     assert [text[start:end] for start, end in spans] == ["yours<|eot_id|>"]
+
+
+def test_an_unknown_character_without_a_token_for_it_is_one_line(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Library(models.Unigram([("a", -1.0)], unk_id=None)).save(str(path))
+    tokenizer = Tokenizer(path, end_token="a")
+    rendered = [("a?", [])]
+    calls = (
+        lambda: tokenizer.encode("a?"),
+        lambda: tokenizer.prompt("a?"),
+        lambda: tokenizer.encode_parts([("", "a?")]),
+        lambda: tokenizer.encode_rendered(rendered),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match=r"tokenizer.json: Encountered an unknown token"):
+            call()

@@ -145,6 +145,7 @@ ROTARY = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 2, 1, 8)), jnp.arange(2)
         (lambda: ops.rope(*ROTARY, scaling=ops.RopeScaling(0.0)), "factor=0.0 is not positive"),
         (lambda: ops.fp8_linear(X, X, row_norm=X[0]), r"row_norm has shape \(16,\), but must be"),
         (lambda: ops.fp8_linear(X, X, row_norm=-1.0), "row_norm=-1.0 is negative"),
+        (lambda: ops.fp8_linear(X[:, :3], X[:3], row_norm=-1.0), "row_norm=-1.0 is negative"),
     ],
 )
 def test_what_gave_nan_or_wrong_numbers_is_refused(call, message):
