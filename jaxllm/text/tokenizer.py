@@ -151,7 +151,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _in_a_line(self) -> Iterator[None]:
-        """The library raises a bare Exception: a Unigram without unk_id met an unknown character."""
+        """The library raises a bare Exception where a Unigram lacks a character and unk_id."""
         try:
             yield
         except Exception as error:
