@@ -148,7 +148,8 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
         return None
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    for name, size, multiple in (("T", t, 8), ("S", s, 8), ("D", d, _columns(d))):
+    rows, columns = _multiples(d)
+    for name, size, multiple in (("T", t, rows), ("S", s, rows), ("D", d, columns)):
         if size % multiple:
             return f"the kernel would pad {name}={size} to a multiple of {multiple}"
     return None
@@ -176,22 +177,14 @@ def _pair(segment_ids, q, k):
     return (segment_ids[:, s - t :], segment_ids) if joint else segment_ids
 
 
-def _columns(d: int) -> int:
-    """What D must be a multiple of: a wgmma sums 16 products.
+def _multiples(d: int, general: bool = False) -> tuple[int, int]:
+    """What (T and S, D) are multiples of in the kernels; whatever else comes is padded in copies.
 
-    In slices of 16 columns D=144 and 240 run at 0.94 and 0.75 of cuDNN's speed forward.
+    The general form copies 16 bytes at a time.  Hopper's TMA copies groups of 8 rows into wgmma's
+    layout, and a wgmma sums 16 products; above 128, in slices of 16 columns, D=144 and 240 run at
+    0.94 and 0.75 of cuDNN's speed forward.
     """
-    return 16 if d <= 128 else 32
-
-
-def _pad(x, general: bool):
-    """Hopper's TMA copies groups of 8 rows into wgmma's layout; the general form copies 16 bytes.
-
-    Whatever else comes is padded in copies.
-    """
-    if general:
-        return mosaic.pad_axis(x, 3, 8)
-    return mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, _columns(x.shape[-1]))
+    return (1, 8) if general else (8, 16 if d <= 128 else 32)
 
 
 # ---- reference -------------------------------------------------------------------------------
@@ -288,12 +281,13 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    fits = d % 8 == 0 if general else t % 8 == 0 and d % _columns(d) == 0
-    if isinstance(operands, Packed) and fits:
+    rows, columns = _multiples(d, general)
+    if isinstance(operands, Packed) and t % rows == d % columns == 0:
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:
-        heads, arrays = None, tuple(_pad(x, general) for x in split(operands))
+        pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns)
+        heads, arrays = None, tuple(map(pad, split(operands)))
     call = Call(
         (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
         segment_ids is not None, heads, general, general and mosaic.is_tight(),
