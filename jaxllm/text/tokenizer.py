@@ -72,8 +72,7 @@ class Tokenizer:
     def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text, one that has tokens."""
         for text in ("a", *vocabulary):
-            with self._in_a_line():
-                found = self._library.encode(text, add_special_tokens=True)
+            found = self._encoded(text, around=True)
             if 0 in (of_text := found.sequence_ids):
                 end = len(of_text) - of_text[::-1].index(0)
                 return found.ids[: of_text.index(0)], found.ids[end:]
@@ -146,8 +145,7 @@ class Tokenizer:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
         self._library.encode_special_tokens = False
-        with self._in_a_line():
-            return self._checked(self._library.encode(text, add_special_tokens=True).ids)
+        return self._checked(self._encoded(text, around=True).ids)
 
     @contextlib.contextmanager
     def _in_a_line(self) -> Iterator[None]:
@@ -180,8 +178,12 @@ class Tokenizer:
         return after[: len(before)] == before and self._ids(left + right) == whole
 
     def _ids(self, text: str) -> list[int]:
+        return self._encoded(text, around=False).ids
+
+    def _encoded(self, text: str, *, around: bool):
+        """around: with the ids that the post-processor adds."""
         with self._in_a_line():
-            return self._library.encode(text, add_special_tokens=False).ids
+            return self._library.encode(text, add_special_tokens=around)
 
     def count_special(self, text: str) -> int:
         """How many names of special tokens a text has."""
