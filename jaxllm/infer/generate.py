@@ -94,8 +94,9 @@ def checked(args: argparse.Namespace) -> SampleConfig:
 
 
 def _run(args: argparse.Namespace) -> None:
-    lines = read_lines(args.prompts, "--prompts") if args.prompts else [(1, args.prompt)]
-    texts = [line for _, line in lines]
+    texts = [args.prompt]
+    if args.prompts is not None:
+        texts = [line for _, line in read_lines(args.prompts, "--prompts")]
     chats = [_conversation(args, text, n) for n, text in enumerate(texts, 1)] if args.chat else None
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
