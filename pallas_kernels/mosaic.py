@@ -316,9 +316,11 @@ def unsupported_dtype(**arrays) -> str | None:
 
 def mixed_dtypes(**arrays) -> str | None:
     """Why the kernels do not support these dtypes (one differs from the first), or None."""
-    (a, x), *rest = ((name, x) for name, x in arrays.items() if x is not None)
-    wrong = (f"{a} is {x.dtype} but {b} is {y.dtype}" for b, y in rest if y.dtype != x.dtype)
-    return next(wrong, None)
+    (first, x), *rest = arrays.items()
+    for name, y in rest:
+        if y is not None and y.dtype != x.dtype:
+            return f"{first} is {x.dtype} but {name} is {y.dtype}"
+    return None
 
 
 def empty(**arrays) -> str | None:

@@ -78,7 +78,8 @@ class RunLog:
         self.printed = -PAUSE  # when the last line was
         self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
-        self.boards += [tracker] if tracker else []
+        if tracker is not None:
+            self.boards.append(tracker)
         self.console = Console()
         self.bar: Progress | None = None
         if is_interactive(self.console):

@@ -72,7 +72,8 @@ def _train(arguments: argparse.Namespace) -> int:
     resume, status, again = arguments.resume, None, False
     while status is None:
         with contextlib.ExitStack() as stack:
-            gc.collect()  # of a run that rolls back, before it loads its state again
+            if again:
+                gc.collect()  # what the run before it left, before the state is loaded again
             gc.set_threshold(100_000)  # with 700, 1.5 of 11 s until the 1.3B is lowered
             run = Run(arguments.config, arguments.out_dir, resume, stack)
             alone = run.world == 1
