@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError, error_line
-from jaxllm.infer.generate import add_options, checked
+from jaxllm.infer.generate import add_options, checked, with_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,9 +33,10 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.writer import Writer
 
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
+    args.config, said = with_folder(args, writer.tokenizer)
     chat = Chat(args, writer)
     writer.load()  # before anything is printed
-    print(writer.tokenizer.describe(), file=sys.stderr)
+    print(said, file=sys.stderr)
     ask = _line_reader()
     while True:
         try:

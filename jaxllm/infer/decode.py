@@ -1,5 +1,6 @@
 """Generates tokens: one forward pass over the prompts, then one position per further token."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
+from jaxllm.config.sections import Sampling
 from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
@@ -168,8 +170,8 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    options = (float8_cache, config.temperature, config.top_k, config.top_p)
-    first, further = _programs(graph, slots, *options)
+    rule = Sampling(**config.model_dump(exclude={"prompt", "tokens", "every", "seed"}))
+    first, further = _programs(graph, slots, float8_cache, rule)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -197,7 +199,7 @@ def _checked(tokens: jax.Array) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _programs(
-    graph: nnx.GraphDef, size: int, float8: bool, temperature: float, top_k: int, top_p: float
+    graph: nnx.GraphDef, size: int, float8: bool, rule: Sampling
 ) -> tuple[Callable, Callable]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
@@ -213,12 +215,19 @@ def _programs(
         seed, prompt, sample = stream
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
-    def pick(model, hidden, keys, number):
-        """The tokens (B,) that follow `hidden` (B, 1, C)."""
+    options = rule.temperature, rule.top_k, rule.top_p, rule.min_p
+    penalty = rule.repetition_penalty
+
+    def pick(model, hidden, keys, number, seen):
+        """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), those of the text."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
+        if seen is not None:
+            less = jnp.where(logits > 0, logits / penalty, logits * penalty)
+            logits = jnp.where(seen, less, logits)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-        token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
-        return constrain(token)  # replicated, so that every host can read it
+        token = jax.vmap(lambda z, key: choose(z, key, *options))(logits, keys)
+        token = constrain(token)  # replicated, so that every host can read it
+        return token, seen if seen is None else seen.at[jnp.arange(len(token)), token].set(True)
 
     @jax.jit
     def first(params, matrices, tokens, lengths, streams):
@@ -227,8 +236,13 @@ def _programs(
         cache = Cache(lengths, size, float8)
         hidden, caches = model.advance(embedding(tokens), caches=[cache for _ in model.blocks])
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-        token = pick(model, hidden, keys(streams), 0)
-        return token, [cache.arrays for cache in caches]
+        seen = None
+        if penalty != 1:
+            inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            rows, V = jnp.arange(len(tokens))[:, None], model.config.vocab_size
+            seen = jnp.zeros((len(tokens), V), bool).at[rows, tokens].max(inside)
+        token, seen = pick(model, hidden, keys(streams), 0, seen)
+        return token, ([cache.arrays for cache in caches], seen)
 
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, streams):
@@ -237,17 +251,17 @@ def _programs(
         rows = keys(streams)
 
         def step(i, carry):
-            token, tokens, arrays = carry
+            token, tokens, (arrays, seen) = carry
             positions = (lengths + number + i - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
                 caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
             )
-            token = pick(model, hidden, rows, number + i)
+            token, seen = pick(model, hidden, rows, number + i, seen)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)
-            return token, tokens, [cache.arrays for cache in caches]
+            return token, tokens, ([cache.arrays for cache in caches], seen)
 
         tokens = jnp.zeros((block, len(token)), jnp.int32)
         token, tokens, arrays = jax.lax.fori_loop(0, block, step, (token, tokens, arrays))
@@ -308,13 +322,19 @@ def by_rows() -> bool:
 
 
 def choose(
-    logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float = 1.0
+    logits: jax.Array,
+    key: jax.Array,
+    temperature: float,
+    top_k: int,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> jax.Array:
     """Samples one token id, () int32, from logits (V,); -1 if the largest is not finite.
 
     temperature: of the softmax; 0 takes the most likely token.
     top_k: samples among the k most likely tokens; 0: all.
     top_p: and of these among the fewest most likely whose probabilities add up to top_p.
+    min_p: and of these among those with at least min_p times the largest probability.
     Of tokens that are equally likely, the first counts as the most likely one.
     """
     best = jnp.max(logits)  # NaN if any is NaN
@@ -334,6 +354,8 @@ def choose(
             before = jnp.cumsum(p) - p
             first = jnp.arange(kept) == 0  # at least the most likely token
             logits = jnp.where(first | (before < top_p), logits, -jnp.inf)
+        if min_p > 0:
+            logits = jnp.where(logits < math.log(min_p), -jnp.inf, logits)
         token = jax.random.categorical(key, logits, mode="high")
         if ids is not None:
             token = ids[token]

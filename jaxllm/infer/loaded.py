@@ -1,5 +1,6 @@
 """A trained model for Python code: `jaxllm.load`."""
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,11 @@ class Loaded(NamedTuple):
         """The text that the model writes after `prompt`.
 
         options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration.
+        They come before the settings of the folder's generation_config.json.
         """
         graph, params = nnx.split(self.model, nnx.Param)
-        ids, config = self.tokenizer.prompt(prompt), sampling(**options)
+        config = sampling(**self.tokenizer.sampling()[0] | options)
+        ids = self.tokenizer.prompt(prompt)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)
@@ -50,6 +53,8 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
     """`jaxllm.load`."""
     weights = open_weights(path, step)
     tokenizer = decode.open_tokenizer(weights)
+    if said := tokenizer.sampling()[1]:
+        print(said, file=sys.stderr)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         model = nnx.merge(*decode.load_model(weights, mesh))

@@ -14,9 +14,10 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
-IDS = "token_ids.json"  # bos_token_id, eos_token_id, pad_token_id and model_type of config.json
+IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
+GENERATION = "generation_config.json"
 COMPANIONS = (
-    "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json"
+    f"tokenizer_config.json special_tokens_map.json added_tokens.json {GENERATION}"
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
 ).split()
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
@@ -35,9 +36,12 @@ class Pages:
         listed = "added_tokens_decoder" in self.tokenizer  # in newer folders, instead of these two
         self.specials = {} if listed else read("special_tokens_map.json")
         self.added = {} if listed else read("added_tokens.json")
-        self.generation = read("generation_config.json")
+        self.generation = read(GENERATION)
         config = read("config.json") or read(IDS)
-        self.config = {key: config[key] for key in config if key in _IDS}
+        self.config = {key: config[key] for key in config if key in {*_IDS, *APPLIED, *OTHERS}}
+        files = [name for name in (GENERATION, "config.json", IDS) if (folder / name).is_file()]
+        self.set_in = files[0] if present and files else ""  # what transformers reads
+        self.settings = self.generation if self.set_in == GENERATION else self.config
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
@@ -66,6 +70,16 @@ class Pages:
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type")
+# transformers' settings on which a text depends: those that we apply; others, and what is off.
+APPLIED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.fromkeys(
+    """
+    top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias penalty_alpha
+    exponential_decay_length_penalty dola_layers watermarking_config token_healing stop_strings
+    max_new_tokens min_length min_new_tokens
+    """.split()
+)
 
 
 def _name(value: Any) -> str | None:

@@ -121,6 +121,22 @@ class Tokenizer:
             )
         return f"text: {begins}, ends at {' or '.join(name(i) for i in sorted(self.ends))}"
 
+    def sampling(self) -> tuple[dict[str, Any], str]:
+        """The settings of `Sampling` that the folder names, and a line about all that it names.
+
+        As in transformers, do_sample=true alone means temperature 1.
+        """
+        page, off = self._pages.settings, (None, 0, [], {})
+        used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
+        others = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
+        if (samples := used.pop("do_sample", None)) is not None:
+            used = {"temperature": 1.0} | used if samples else used | {"temperature": 0.0}
+        given, rest = (", ".join(f"{k}={x!r:.50}" for k, x in d.items()) for d in (used, others))
+        given = f"applied: {given}" * bool(used)
+        rest = f"not applied: {rest} (remove it there to silence this)" * bool(others)
+        said = "; ".join(filter(None, (given, rest)))
+        return used, f"{self._pages.set_in}: {said}" * bool(said)
+
     def documents(self) -> str:
         """What stands around a document in training, in a line."""
         if not self.begin:

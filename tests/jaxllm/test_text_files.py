@@ -10,6 +10,7 @@ import tokenizers
 from tokenizer_families import EXPECTED, FOLDER, HARD, built
 from tokenizers import pre_tokenizers, processors
 
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, present
 
@@ -75,6 +76,34 @@ def test_beginnings_and_ends_come_from_the_files_in_transformers_order(pages, ri
     assert (copy.bos, copy.eos, copy.ends) == (tokenizer.bos, tokenizer.eos, tokenizer.ends)
     assert copy.digest == tokenizer.digest
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
+    ({"generation_config": {"eos_token_id": 1, "max_length": 20, "top_k": None}}, {}, ""),
+    ({"generation_config": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}},
+     {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1},
+     "generation_config.json: applied: temperature=1.0, top_p=0.9, repetition_penalty=1.1"),
+    ({"generation_config": {"do_sample": False, "top_k": 0}},
+     {"temperature": 0.0, "top_k": 0}, "generation_config.json: applied: top_k=0, temperature=0.0"),
+    ({"config": {"min_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 1, "typical_p": 1.0}},
+     {"min_p": 0.1}, "applied: min_p=0.1; not applied: no_repeat_ngram_size=1 (remove it there"),
+    ({"config": {"repetition_penalty": 2.0}, "generation_config": {"suppress_tokens": [7]}},
+     {}, "generation_config.json: not applied: suppress_tokens=[7] (remove it there"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "settings", "said"), SAMPLING)
+def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
+    pages, settings, said, tmp_path
+):
+    """transformers reads config.json's settings without a generation_config.json only."""
+    tokenizer = folder_of(tmp_path / "a", **pages)
+    tokenizer.copy_to(tmp_path / "run")
+    for found, line in (tokenizer.sampling(), Tokenizer(tmp_path / "run").sampling()):
+        assert found == settings
+        assert said in line
+        assert bool(line) == bool(said)
+    assert settings.items() <= sampling(**settings).model_dump().items()
 
 
 @pytest.mark.parametrize("around", [(0, 1), (0,), (1,), ()])
