@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -165,7 +165,7 @@ def cached_tokens(
                     done(batch[-1].done)
 
     def build(folder: Path) -> None:
-        counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
+        counts: dict[str, Any] = {"train": 0, "val": 0, "names": 0, "largest": 0}
         size = tokenizer.vocab_size
         writers = {name: ShardWriter(folder / f"{name}.bin", size) for name in ("train", "val")}
         try:
@@ -180,6 +180,7 @@ def cached_tokens(
         finally:
             for writer in writers.values():
                 writer.close()
+        counts["sha256"] = {name: writer.sha256.hexdigest() for name, writer in writers.items()}
         write_json(folder / "counts.json", counts)
 
     return build_once(cache / f"tokens-{key[:16]}", build)

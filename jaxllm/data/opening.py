@@ -127,6 +127,8 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
     counts = read_json(folder / "counts.json")
     size = _vocabulary(tokenizer, vocab_size, counts["largest"])
+    for name, written in counts.get("sha256", {}).items():  # older caches have none
+        check_shard(folder / f"{name}.bin", cache, size, written)
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {what}"
@@ -141,8 +143,10 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
     if only_val:
         files, val_files = val_files, files
     folders = dict.fromkeys(path.parent for _, path in files + val_files)
+    written = {}
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
+        written |= {folder / name: x for name, x in page.get("sha256", {}).items()}
         if not page.get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
         if (end := page.get("end_token")) not in (None, config.end_token):
@@ -157,7 +161,8 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
         size = _vocabulary(tokenizer, vocab_size)
     else:
         size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
-    content = {path: check_shard(path, cache, size) for _, path in files + val_files}
+    paths = [path for _, path in files + val_files]
+    content = {path: check_shard(path, cache, size, written.get(path)) for path in paths}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]

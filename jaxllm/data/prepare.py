@@ -28,12 +28,14 @@ _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out 
 class _Split:
     """The shards of one split.
 
-    state: the number of complete shards, and of tokens in the shard being written.
+    state: what prepare.json says; of the split the number of complete shards, and of tokens in the
+    shard being written.
     """
 
-    def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
+    def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: dict):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
-        self._shards, tokens = state
+        self._shards, tokens = state[name]
+        self._written = state.setdefault("sha256", {})
         for path in folder.glob(f"{name}_*.bin"):  # some may be newer than the state
             index = int(path.stem.removeprefix(f"{name}_"))
             if index == self._shards and tokens:
@@ -59,7 +61,9 @@ class _Split:
 
     def _finish(self) -> None:
         self._writer.close()
-        os.rename(self._writer.path, self._folder / f"{self._name}_{self._shards:06d}.bin")
+        path = self._folder / f"{self._name}_{self._shards:06d}.bin"
+        os.rename(self._writer.path, path)
+        self._written[path.name] = self._writer.sha256.hexdigest()
         self._shards += 1
 
     def state(self) -> list[int]:
@@ -114,7 +118,7 @@ def prepare(
             return state["tokens"]
         tokenizer.copy_to(out)
         size, names = tokenizer.vocab_size, ("train", "val")
-        splits = {name: _Split(out, name, size, shard_tokens, state[name]) for name in names}
+        splits = {name: _Split(out, name, size, shard_tokens, state) for name in names}
         for split in splits.values():
             stack.callback(split.close)
         held_out = _held_out(source, val_fraction)
@@ -134,7 +138,8 @@ def prepare(
         for split in splits.values():
             split.finish()
         tokens["names"] = state["names"]
-        write_json(path, {"job": job, "done": True, "tokens": tokens, "end_token": end_token})
+        page = {"job": job, "done": True, "tokens": tokens, "end_token": end_token}
+        write_json(path, page | {"sha256": state["sha256"]})
         return tokens
 
 

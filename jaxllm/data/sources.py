@@ -209,7 +209,10 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 
     number = 0
     try:
-        with open(path, "rb") as content, pyarrow.parquet.ParquetFile(content) as file:
+        with (
+            open(path, "rb") as content,
+            pyarrow.parquet.ParquetFile(content, page_checksum_verification=True) as file,
+        ):
             names = file.schema_arrow.names
             found = [column for column in names if column in columns]
             if not found:

@@ -11,7 +11,6 @@ import json
 import logging
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import lm_eval
