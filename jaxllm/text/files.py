@@ -4,6 +4,7 @@ Hugging Face spreads this over several files; where two of them disagree, transf
 A run's folder has the same files, but token_ids.json (`IDS`) in place of config.json.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,12 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exceptions
+        except BaseException as error:  # the library raises plain Exceptions, and panics
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+    if post := library.post_processor:
+        _check_template(json.loads(post.__getstate__()), path)
     if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
         before = library.pre_tokenizer
         for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
@@ -163,6 +168,18 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     if not path.exists():
         _surround(library, pages)
     return library
+
+
+def _check_template(page: dict[str, Any], path: Path) -> None:
+    """Raises InputError for a post-processor on which the library would panic."""
+    for part in page.get("processors", ()):
+        _check_template(part, path)
+    for ((kind, token),) in map(dict.items, page.get("single", ())):
+        if token["id"] not in (page["special_tokens"] if kind == "SpecialToken" else "A"):
+            raise InputError(
+                f"{path}: its post_processor puts {token['id']} around a text, which is not among"
+                " its special_tokens; add it there"
+            )
 
 
 def _kind(pages: Pages) -> str:

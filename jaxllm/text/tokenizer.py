@@ -54,6 +54,11 @@ class Tokenizer:
         self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
         before, after = self._around(vocabulary)
+        if (largest := max([*before, *after], default=0)) >= self.vocab_size:
+            raise InputError(
+                f"{self.path}: its post_processor puts id {largest} around a text, which is beyond"
+                f" its {self.vocab_size} entries"
+            )
         only = list(self.special.values()) if len(self.special) == 1 else []
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)

@@ -288,6 +288,7 @@ def test_text_decodes_only_its_last_tokens():
         ("--checkpoint nowhere --prompt x --top_k 2147483648", "--top_k=2147483648"),
         ("--checkpoint nowhere --prompt x --tokens 2147483648", "--tokens=2147483648"),
         ("--checkpoint nowhere --prompt \udcff", "is not UTF-8"),
+        ("--checkpoint nowhere --prompt -x", "--prompt: expected one argument (write OPTION=VALUE"),
     ],
 )
 def test_bad_input_gives_one_line(capsys, monkeypatch, tmp_path, arguments, named):

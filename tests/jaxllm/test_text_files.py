@@ -227,6 +227,26 @@ def test_bad_files_are_named(name, content, named, tmp_path):
         Tokenizer(folder)
 
 
+def test_what_a_post_processor_lacks_is_named(tmp_path):
+    """The library would panic, or give ids that no model has."""
+    folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
+    page = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    name, post = "<s>", page["post_processor"]
+    wrap = lambda part: {"type": "Sequence", "processors": [part]}
+    for changed, named in (
+        (post | {"special_tokens": {}}, f"puts {name} around a text, which is not among"),
+        (wrap(wrap(post | {"special_tokens": {}})), f"puts {name} around a text"),
+        (post | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]}, "puts B around a text"),
+        (
+            post | {"special_tokens": {name: {"id": name, "ids": [70000], "tokens": [name]}}},
+            "puts id 70000 around a text, which is beyond its",
+        ),
+    ):
+        (folder / "tokenizer.json").write_text(json.dumps(page | {"post_processor": changed}))
+        with pytest.raises(InputError, match=rf"tokenizer\.json: its post_processor {named}"):
+            Tokenizer(folder)
+
+
 def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
     folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
     (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
