@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.data.cache import build_once, digest
-from jaxllm.data.shards import ShardWriter
+from jaxllm.data.shards import ShardWriter, check_shard
 from jaxllm.data.sources import Piece, Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
@@ -165,7 +165,7 @@ def cached_tokens(
                     done(batch[-1].done)
 
     def build(folder: Path) -> None:
-        counts: dict[str, Any] = {"train": 0, "val": 0, "names": 0, "largest": 0}
+        counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
         size = tokenizer.vocab_size
         writers = {name: ShardWriter(folder / f"{name}.bin", size) for name in ("train", "val")}
         try:
@@ -180,7 +180,7 @@ def cached_tokens(
         finally:
             for writer in writers.values():
                 writer.close()
-        counts["sha256"] = {name: writer.sha256.hexdigest() for name, writer in writers.items()}
-        write_json(folder / "counts.json", counts)
+        sha256 = {path.name: check_shard(path, cache, size) for path in folder.glob("*.bin")}
+        write_json(folder / "counts.json", counts | {"sha256": sha256})
 
     return build_once(cache / f"tokens-{key[:16]}", build)

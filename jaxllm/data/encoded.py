@@ -64,8 +64,8 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
     page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
-    page["written"] = writer.sha256.hexdigest()
     page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
+    page["written"] = check_shard(writer.path, cache_folder(None), 1 << 32)
     write_json(folder / PREPARED[0], page)
 
 
@@ -105,7 +105,7 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
         if not page:
             tokenizer.copy_to(out)
             encode(source, tokenizer, loss, out, key)
-    found = Encoded(out, tokenizer, loss, cache_folder(None))
+    found = Encoded(out, tokenizer, loss)
     return [f"{out}: {found.describe()}", found.describe_lengths()]
 
 
@@ -113,10 +113,10 @@ def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -
     """The conversations of a source, as prepared or, encoded once, from the cache."""
     (_, path), *_ = source.files
     if is_prepared(path):
-        return Encoded(path.parent, tokenizer, loss, cache)
+        return Encoded(path.parent, tokenizer, loss)
     key = _key(source, tokenizer, loss, cache)
     build = lambda folder: encode(source, tokenizer, loss, folder, key)
-    return Encoded(build_once(cache / f"chat-{key[:16]}", build), tokenizer, loss, cache)
+    return Encoded(build_once(cache / f"chat-{key[:16]}", build), tokenizer, loss)
 
 
 def _key(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> str:
@@ -126,7 +126,7 @@ def _key(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> str:
 class Encoded:
     """The encoded conversations in a folder; raises InputError if they are not as described."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str, cache: Path):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str):
         key = text_key(tokenizer)
         try:
             self.page = json.loads((folder / PREPARED[0]).read_text())
@@ -143,8 +143,9 @@ class Encoded:
             )
         if made[1] != loss:
             raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
-        check_shard(folder / PREPARED[1], cache, 1 << 32, self.page.get("written"))
-        self.entries = Tokens([open_shard(folder / PREPARED[1])[0]])
+        path = folder / PREPARED[1]
+        check_shard(path, cache_folder(None), 1 << 32, self.page.get("written"))
+        self.entries = Tokens([open_shard(path)[0]])
         if len(self.entries) != self.lengths.sum():
             raise InputError(f"{folder} is damaged: its files differ in length; delete it")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VERSION, encode
-from jaxllm.data.shards import MAX_TOKENS, ShardWriter
+from jaxllm.data.shards import MAX_TOKENS, ShardWriter, check_shard
 from jaxllm.data.sources import Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
@@ -28,14 +28,12 @@ _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out 
 class _Split:
     """The shards of one split.
 
-    state: what prepare.json says; of the split the number of complete shards, and of tokens in the
-    shard being written.
+    state: the number of complete shards, and of tokens in the shard being written.
     """
 
-    def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: dict):
+    def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
-        self._shards, tokens = state[name]
-        self._written = state.setdefault("sha256", {})
+        self._shards, tokens = state
         for path in folder.glob(f"{name}_*.bin"):  # some may be newer than the state
             index = int(path.stem.removeprefix(f"{name}_"))
             if index == self._shards and tokens:
@@ -61,9 +59,7 @@ class _Split:
 
     def _finish(self) -> None:
         self._writer.close()
-        path = self._folder / f"{self._name}_{self._shards:06d}.bin"
-        os.rename(self._writer.path, path)
-        self._written[path.name] = self._writer.sha256.hexdigest()
+        os.rename(self._writer.path, self._folder / f"{self._name}_{self._shards:06d}.bin")
         self._shards += 1
 
     def state(self) -> list[int]:
@@ -118,7 +114,7 @@ def prepare(
             return state["tokens"]
         tokenizer.copy_to(out)
         size, names = tokenizer.vocab_size, ("train", "val")
-        splits = {name: _Split(out, name, size, shard_tokens, state) for name in names}
+        splits = {name: _Split(out, name, size, shard_tokens, state[name]) for name in names}
         for split in splits.values():
             stack.callback(split.close)
         held_out = _held_out(source, val_fraction)
@@ -138,8 +134,10 @@ def prepare(
         for split in splits.values():
             split.finish()
         tokens["names"] = state["names"]
-        page = {"job": job, "done": True, "tokens": tokens, "end_token": end_token}
-        write_json(path, page | {"sha256": state["sha256"]})
+        each, cache = sorted(out.glob("*.bin")), cache_folder(None)
+        page = {"sha256": {shard.name: check_shard(shard, cache, size) for shard in each}}
+        page |= {"job": job, "done": True, "tokens": tokens, "end_token": end_token}
+        write_json(path, page)
         return tokens
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError, error_line
-from jaxllm.infer.generate import add_options, checked, with_folder
+from jaxllm.infer.generate import add_options, checked
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,11 +32,9 @@ def _run(args: argparse.Namespace) -> None:
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     from jaxllm.infer.writer import Writer
 
-    writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
-    args.config, said = with_folder(args, writer.tokenizer)
+    writer = Writer(args)
     chat = Chat(args, writer)
     writer.load()  # before anything is printed
-    print(said, file=sys.stderr)
     ask = _line_reader()
     while True:
         try:
@@ -94,7 +92,7 @@ class Chat:
     def _answer(self, line: str) -> None:
         from jaxllm.infer.writer import Text
 
-        writer, tokenizer, config = self._writer, self._writer.tokenizer, self._args.config
+        writer, tokenizer, config = self._writer, self._writer.tokenizer, self._writer.config
         messages = [*self.messages, {"role": "user", "content": line}]
         ids, _ = tokenizer.chat(messages)
         if writer.most is not None:

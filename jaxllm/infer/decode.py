@@ -1,10 +1,11 @@
 """Generates tokens: one forward pass over the prompts, then one position per further token."""
 
-import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
-from jaxllm.config.sections import Sampling
 from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
@@ -57,7 +57,10 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
         )
     run = getattr(weights, "run", None)  # weights of others have none
     end_token = None if run is None else run.data.end_token
-    return Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
+    tokenizer = Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
+    if said := tokenizer.sampling[1]:
+        print(said, file=sys.stderr)
+    return tokenizer
 
 
 def load_model(
@@ -170,8 +173,9 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    rule = Sampling(**config.model_dump(exclude={"prompt", "tokens", "every", "seed"}))
-    first, further = _programs(graph, slots, float8_cache, rule)
+    of_folder = getattr(config, "min_p", 0.0), getattr(config, "repetition_penalty", 1.0)
+    options = (float8_cache, config.temperature, config.top_k, config.top_p, *of_folder)
+    first, further = _programs(graph, slots, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -199,12 +203,13 @@ def _checked(tokens: jax.Array) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _programs(
-    graph: nnx.GraphDef, size: int, float8: bool, rule: Sampling
+    graph: nnx.GraphDef, size: int, float8: bool, *rule: Any
 ) -> tuple[Callable, Callable]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.
     float8: whether they hold float8.
+    rule: the options of `choose`, and a penalty of the tokens that the text has, as transformers'.
     The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
     block = block_size()
@@ -215,8 +220,7 @@ def _programs(
         seed, prompt, sample = stream
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
-    options = rule.temperature, rule.top_k, rule.top_p, rule.min_p
-    penalty = rule.repetition_penalty
+    *options, penalty = rule
 
     def pick(model, hidden, keys, number, seen):
         """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), those of the text."""
@@ -236,11 +240,9 @@ def _programs(
         cache = Cache(lengths, size, float8)
         hidden, caches = model.advance(embedding(tokens), caches=[cache for _ in model.blocks])
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-        seen = None
-        if penalty != 1:
-            inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            rows, V = jnp.arange(len(tokens))[:, None], model.config.vocab_size
-            seen = jnp.zeros((len(tokens), V), bool).at[rows, tokens].max(inside)
+        none = jnp.zeros(model.config.vocab_size, bool)
+        has = lambda ids, n: none.at[ids].max(jnp.arange(ids.size) < n)
+        seen = None if penalty == 1 else jax.vmap(has)(tokens, lengths)
         token, seen = pick(model, hidden, keys(streams), 0, seen)
         return token, ([cache.arrays for cache in caches], seen)
 
@@ -322,12 +324,7 @@ def by_rows() -> bool:
 
 
 def choose(
-    logits: jax.Array,
-    key: jax.Array,
-    temperature: float,
-    top_k: int,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p=1.0, min_p=0.0
 ) -> jax.Array:
     """Samples one token id, () int32, from logits (V,); -1 if the largest is not finite.
 
@@ -355,7 +352,7 @@ def choose(
             first = jnp.arange(kept) == 0  # at least the most likely token
             logits = jnp.where(first | (before < top_p), logits, -jnp.inf)
         if min_p > 0:
-            logits = jnp.where(logits < math.log(min_p), -jnp.inf, logits)
+            logits = jnp.where(logits < jnp.log(min_p), -jnp.inf, logits)
         token = jax.random.categorical(key, logits, mode="high")
         if ids is not None:
             token = ids[token]

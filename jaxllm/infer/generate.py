@@ -15,7 +15,6 @@ from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.files import read_lines
-from jaxllm.text import Tokenizer
 
 SETTINGS = ("temperature", "top_k", "top_p", "seed")  # as in the section `sample`
 
@@ -64,9 +63,8 @@ def add_options(parser: Parser, tokens: int) -> None:
     parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
     for name in SETTINGS:
         field = SampleConfig.model_fields[name]
-        default = f"(default: {'' if name == 'seed' else "the folder's, else "}{field.default})"
-        kind = type(field.default)
-        parser.add_argument(f"--{name}", type=kind, help=f"{field.description} {default}")
+        said = f"{field.description} (default: the folder's, else {field.default})"
+        parser.add_argument(f"--{name}", type=type(field.default), help=said)
     parser.add_argument(
         "--kv_cache_dtype",
         choices=("auto", "float8"),
@@ -92,21 +90,8 @@ def checked(args: argparse.Namespace) -> SampleConfig:
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
-    return sampling("--", tokens=args.tokens, **_given(args))
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
-
-
-def with_folder(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[SampleConfig, str]:
-    """How tokens are chosen, by the options or else by the folder; what stderr says before a text.
-
-    Raises InputError for a bad number in the folder.
-    """
-    settings, line = tokenizer.sampling()
-    config = sampling(f"{tokenizer.folder}: ", tokens=args.tokens, **settings | _given(args))
-    return config, f"{tokenizer.describe()}\n{line}".strip()
+    settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
+    return sampling("--", tokens=args.tokens, **settings)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -119,9 +104,8 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.decode import check_fits
     from jaxllm.infer.writer import Text, Writer
 
-    writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
+    writer = Writer(args)
     tokenizer = writer.tokenizer
-    config, said = with_folder(args, tokenizer)
     prompts = []
     for n, text in enumerate(texts):
         try:
@@ -131,7 +115,6 @@ def _run(args: argparse.Namespace) -> None:
             raise InputError(f"prompt {n + 1}: {e}" if len(texts) > 1 else str(e)) from e
         prompts.append(ids)
     writer.load()  # before anything is printed
-    print(said, file=sys.stderr)
     ends, shown = tokenizer.ends, texts
     if chats is not None:
         ends, shown = tokenizer.chat_ends, [""] * len(texts)
@@ -147,7 +130,7 @@ def _run(args: argparse.Namespace) -> None:
         written = [
             Text(tokenizer, row, args.stop, ends, live=total == 1) for row in rows[: len(numbers)]
         ]
-        writer.write(rows, samples, written, config)
+        writer.write(rows, samples, written, writer.config)
         for (prompt, copy), text in zip(samples, written, strict=False):
             if total > 1:
                 print(f"--- prompt {prompt + 1}, sample {copy + 1}")

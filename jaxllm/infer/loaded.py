@@ -1,6 +1,5 @@
 """A trained model for Python code: `jaxllm.load`."""
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +27,14 @@ class Loaded(NamedTuple):
     def generate(self, prompt: str, **options: Any) -> str:
         """The text that the model writes after `prompt`.
 
-        options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration.
-        They come before the settings of the folder's generation_config.json.
+        options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration;
+        their defaults are the folder's.
         """
         graph, params = nnx.split(self.model, nnx.Param)
-        config = sampling(**self.tokenizer.sampling()[0] | options)
-        ids = self.tokenizer.prompt(prompt)
+        ids, config = (
+            self.tokenizer.prompt(prompt),
+            sampling(**self.tokenizer.sampling[0] | options),
+        )
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)
@@ -53,8 +54,6 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
     """`jaxllm.load`."""
     weights = open_weights(path, step)
     tokenizer = decode.open_tokenizer(weights)
-    if said := tokenizer.sampling()[1]:
-        print(said, file=sys.stderr)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         model = nnx.merge(*decode.load_model(weights, mesh))

@@ -16,9 +16,8 @@ from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
-GENERATION = "generation_config.json"
 COMPANIONS = (
-    f"tokenizer_config.json special_tokens_map.json added_tokens.json {GENERATION}"
+    "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json"
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
 ).split()
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
@@ -37,12 +36,12 @@ class Pages:
         listed = "added_tokens_decoder" in self.tokenizer  # in newer folders, instead of these two
         self.specials = {} if listed else read("special_tokens_map.json")
         self.added = {} if listed else read("added_tokens.json")
-        self.generation = read(GENERATION)
+        self.generation = read("generation_config.json")
         config = read("config.json") or read(IDS)
         self.config = {key: config[key] for key in config if key in {*_IDS, *APPLIED, *OTHERS}}
-        files = [name for name in (GENERATION, "config.json", IDS) if (folder / name).is_file()]
-        self.set_in = files[0] if present and files else ""  # what transformers reads
-        self.settings = self.generation if self.set_in == GENERATION else self.config
+        # Without a generation_config.json transformers takes the settings of config.json.
+        apart = (folder / "generation_config.json").exists()
+        self.sampling = self.generation if apart else self.config
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
@@ -142,9 +141,7 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
-        except BaseException as error:  # the library raises plain Exceptions, and panics
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
@@ -170,16 +167,13 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     return library
 
 
-def _check_template(page: dict[str, Any], path: Path) -> None:
+def _check_template(post: dict[str, Any], path: Path) -> None:
     """Raises InputError for a post-processor on which the library would panic."""
-    for part in page.get("processors", ()):
+    for part in post.get("processors", ()):
         _check_template(part, path)
-    for ((kind, token),) in map(dict.items, page.get("single", ())):
-        if token["id"] not in (page["special_tokens"] if kind == "SpecialToken" else "A"):
-            raise InputError(
-                f"{path}: its post_processor puts {token['id']} around a text, which is not among"
-                " its special_tokens; add it there"
-            )
+    used = {token["id"] for piece in post.get("single", ()) for token in piece.values()}
+    if lacks := used - {"A", *post.get("special_tokens", ())}:
+        raise InputError(f"{path}: its post_processor names {min(lacks)}, which it does not define")
 
 
 def _kind(pages: Pages) -> str:

@@ -232,7 +232,9 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
     assert (tmp_path / "out/conversations.chat").stat().st_mtime_ns == before
     entries = (tmp_path / "out/conversations.chat").read_bytes()
     flipped_byte(tmp_path / "out/conversations.chat")
-    with pytest.raises(InputError, match=r"conversations\.chat is damaged: its tokens are not"):
+    with pytest.raises(
+        InputError, match=r"conversations\.chat is damaged: its tokens have changed"
+    ):
         opened(config, path=str(tmp_path / "out"))
     (tmp_path / "out/conversations.chat").write_bytes(entries)
     index = (tmp_path / "out/index.npz").read_bytes()

@@ -134,7 +134,7 @@ def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
     for name in ("train.bin", "val.bin"):
         content = (counts.parent / name).read_bytes()
         flipped_byte(counts.parent / name)
-        with pytest.raises(InputError, match=f"{name} is damaged: its tokens are not those that"):
+        with pytest.raises(InputError, match=f"{name} is damaged: its tokens have changed"):
             open_dataset(config, seq_len=T, seed=0, vocab_size=None)
         write(counts.parent / name, content)
     counts.unlink()  # as what cleans /tmp and ~/.cache may do
