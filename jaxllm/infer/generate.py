@@ -63,7 +63,8 @@ def add_options(parser: Parser, tokens: int) -> None:
     parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
     for name in SETTINGS:
         field = SampleConfig.model_fields[name]
-        said = f"{field.description} (default: the folder's, else {field.default})"
+        first = "the folder's, else " * (name != "seed")
+        said = f"{field.description} (default: {first}{field.default})"
         parser.add_argument(f"--{name}", type=type(field.default), help=said)
     parser.add_argument(
         "--kv_cache_dtype",

@@ -35,7 +35,7 @@ class Writer:
             )
         self.tokenizer = decode.open_tokenizer(weights)
         settings = self.tokenizer.sampling[0] | args.config.model_dump(exclude_unset=True)
-        self.config = sampling(f"{self.tokenizer.folder}: ", **settings)
+        self.config = sampling(f"settings of {self.tokenizer.folder}: ", **settings)
         self.most = decode.most_tokens(weights.config)
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.speed = Speed(decode.block_size())
