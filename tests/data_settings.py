@@ -38,6 +38,14 @@ def write_shard(path, tokens, vocab_size=1000):
     return path
 
 
+def flipped_byte(path):
+    """Changes a byte in the middle of a shard."""
+    content = bytearray(path.read_bytes())
+    content[(len(content) + 1024) // 2] ^= 1  # behind the header of a shard
+    path.unlink()
+    path.write_bytes(content)
+
+
 def write(path, content):
     """Writes text or bytes to a file, in a new folder if need be; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,8 @@ class Parser(argparse.ArgumentParser):
         kind, _, words = message.partition("unrecognized arguments: ")
         if not kind and words and all(map(os.path.exists, words.split())):
             message += f"; {GLOB}"
+        if message.endswith("expected one argument"):
+            message += " (write OPTION=VALUE for a value that begins with -)"
         raise InputError(f"{message}; see --help")
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxllm.config import yaml_text
 from jaxllm.config.model import MODEL_CONFIGS, Section
-from jaxllm.config.sections import Config, SampleConfig
+from jaxllm.config.sections import Config, Sampling
 from jaxllm.errors import InputError
 from jaxllm.files import read_text
 
@@ -74,10 +74,10 @@ def keys(model_type: str) -> dict[str, Any]:
     return found
 
 
-def sampling(mark: str = "", **options: Any) -> SampleConfig:
+def sampling(mark: str = "", **options: Any) -> Sampling:
     """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
     try:
-        return SampleConfig(**options)
+        return Sampling(**options)
     except ValidationError as e:
         raise InputError(mark + _one_line(e, Path())) from e
 

@@ -215,6 +215,13 @@ class SampleConfig(Section):
     seed: Seed = Field(0, description="seed of the sampling")
 
 
+class Sampling(SampleConfig):
+    """With what only the folder of a model sets, as transformers defines it."""
+
+    min_p: Fraction = 0.0  # samples among tokens of at least min_p x the largest probability
+    repetition_penalty: Positive = 1.0  # divides positive logits of tokens that the text has
+
+
 class ProfileConfig(Section):
     """Profiling of a few steps."""
 

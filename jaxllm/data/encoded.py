@@ -21,7 +21,7 @@ from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import PREPARED, is_prepared
-from jaxllm.data.shards import ShardWriter, open_shard
+from jaxllm.data.shards import ShardWriter, check_shard, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
@@ -65,6 +65,7 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
     page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
     page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
+    page["written"] = check_shard(writer.path, cache_folder(None), 1 << 32)
     write_json(folder / PREPARED[0], page)
 
 
@@ -142,7 +143,9 @@ class Encoded:
             )
         if made[1] != loss:
             raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
-        self.entries = Tokens([open_shard(folder / PREPARED[1])[0]])
+        path = folder / PREPARED[1]
+        check_shard(path, cache_folder(None), 1 << 32, self.page.get("written"))
+        self.entries = Tokens([open_shard(path)[0]])
         if len(self.entries) != self.lengths.sum():
             raise InputError(f"{folder} is damaged: its files differ in length; delete it")
 

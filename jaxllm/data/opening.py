@@ -58,6 +58,7 @@ def open_dataset(
             what += f", {len(train):,} training and {len(val):,} validation tokens"
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
+    order = dict(seq_len=seq_len, seed=seed, shuffle=config.shuffle, prefetch=config.prefetch)
     return Dataset(
         description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
@@ -66,10 +67,7 @@ def open_dataset(
         separator=separator,
         train=train,
         val=val,
-        seq_len=seq_len,
-        seed=seed,
-        shuffle=config.shuffle,
-        prefetch=config.prefetch,
+        **order,
     )
 
 
@@ -127,6 +125,8 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
     counts = read_json(folder / "counts.json")
     size = _vocabulary(tokenizer, vocab_size, counts["largest"])
+    for name, written in counts.get("sha256", {}).items():  # older caches have none
+        check_shard(folder / name, cache, size, written)
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {what}"
@@ -140,9 +140,10 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
-    folders = dict.fromkeys(path.parent for _, path in files + val_files)
+    folders, written = dict.fromkeys(path.parent for _, path in files + val_files), {}
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
+        written |= {folder / name: x for name, x in page.get("sha256", {}).items()}
         if not page.get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
         if (end := page.get("end_token")) not in (None, config.end_token):
@@ -157,7 +158,8 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
         size = _vocabulary(tokenizer, vocab_size)
     else:
         size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
-    content = {path: check_shard(path, cache, size) for _, path in files + val_files}
+    each = [path for _, path in files + val_files]
+    content = {path: check_shard(path, cache, size, written.get(path)) for path in each}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]

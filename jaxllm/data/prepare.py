@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VERSION, encode
-from jaxllm.data.shards import MAX_TOKENS, ShardWriter
+from jaxllm.data.shards import MAX_TOKENS, ShardWriter, check_shard
 from jaxllm.data.sources import Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
@@ -134,7 +134,10 @@ def prepare(
         for split in splits.values():
             split.finish()
         tokens["names"] = state["names"]
-        write_json(path, {"job": job, "done": True, "tokens": tokens, "end_token": end_token})
+        each, cache = sorted(out.glob("*.bin")), cache_folder(None)
+        page = {"sha256": {shard.name: check_shard(shard, cache, size) for shard in each}}
+        page |= {"job": job, "done": True, "tokens": tokens, "end_token": end_token}
+        write_json(path, page)
         return tokens
 
 

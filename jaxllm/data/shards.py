@@ -61,10 +61,11 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
     return np.memmap(path, dtype, "r", HEADER_BYTES, (count,)), vocab_size
 
 
-def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
+def check_shard(path: Path, cache: Path, vocab_size: int, written: str | None = None) -> str:
     """Returns the SHA-256 of a shard's tokens; reads them once and caches the result.
 
-    Raises InputError with the position of the largest token if it is not below `vocab_size`.
+    Raises InputError if it is not `written`, as far as known, and with the position of the largest
+    token if that is not below `vocab_size`.
     """
 
     def scan() -> dict:
@@ -78,6 +79,8 @@ def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
         return {"sha256": sha.hexdigest(), "largest": largest, "position": position}
 
     fact = cached(cache, path, "shard", scan)
+    if written not in (None, fact["sha256"]):
+        raise InputError(f"{path} is damaged: its tokens have changed; delete {path.parent}")
     if fact["largest"] >= vocab_size:
         raise InputError(
             f"{path}: token {fact['largest']} at position {fact['position']} is outside the"

@@ -205,11 +205,11 @@ def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     """The rows of a parquet file, with those of the columns that it has."""
     import pyarrow
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetFile
 
     number = 0
     try:
-        with open(path, "rb") as content, pyarrow.parquet.ParquetFile(content) as file:
+        with open(path, "rb") as raw, ParquetFile(raw, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             found = [column for column in names if column in columns]
             if not found:

@@ -32,10 +32,9 @@ def _run(args: argparse.Namespace) -> None:
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     from jaxllm.infer.writer import Writer
 
-    writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
+    writer = Writer(args)
     chat = Chat(args, writer)
     writer.load()  # before anything is printed
-    print(writer.tokenizer.describe(), file=sys.stderr)
     ask = _line_reader()
     while True:
         try:
@@ -93,7 +92,7 @@ class Chat:
     def _answer(self, line: str) -> None:
         from jaxllm.infer.writer import Text
 
-        writer, tokenizer, config = self._writer, self._writer.tokenizer, self._args.config
+        writer, tokenizer, config = self._writer, self._writer.tokenizer, self._writer.config
         messages = [*self.messages, {"role": "user", "content": line}]
         ids, _ = tokenizer.chat(messages)
         if writer.most is not None:

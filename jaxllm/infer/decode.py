@@ -1,9 +1,11 @@
 """Generates tokens: one forward pass over the prompts, then one position per further token."""
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,10 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
         )
     run = getattr(weights, "run", None)  # weights of others have none
     end_token = None if run is None else run.data.end_token
-    return Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
+    tokenizer = Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
+    if said := tokenizer.sampling[1]:
+        print(said, file=sys.stderr)
+    return tokenizer
 
 
 def load_model(
@@ -168,7 +173,8 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    options = (float8_cache, config.temperature, config.top_k, config.top_p)
+    of_folder = getattr(config, "min_p", 0.0), getattr(config, "repetition_penalty", 1.0)
+    options = (float8_cache, config.temperature, config.top_k, config.top_p, *of_folder)
     first, further = _programs(graph, slots, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -197,12 +203,13 @@ def _checked(tokens: jax.Array) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _programs(
-    graph: nnx.GraphDef, size: int, float8: bool, temperature: float, top_k: int, top_p: float
+    graph: nnx.GraphDef, size: int, float8: bool, *rule: Any
 ) -> tuple[Callable, Callable]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.
     float8: whether they hold float8.
+    rule: the options of `choose`, and a penalty of the tokens that the text has, as transformers'.
     The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
     block = block_size()
@@ -213,12 +220,18 @@ def _programs(
         seed, prompt, sample = stream
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
-    def pick(model, hidden, keys, number):
-        """The tokens (B,) that follow `hidden` (B, 1, C)."""
+    *options, penalty = rule
+
+    def pick(model, hidden, keys, number, seen):
+        """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), those of the text."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
+        if seen is not None:
+            less = jnp.where(logits > 0, logits / penalty, logits * penalty)
+            logits = jnp.where(seen, less, logits)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-        token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
-        return constrain(token)  # replicated, so that every host can read it
+        token = jax.vmap(lambda z, key: choose(z, key, *options))(logits, keys)
+        token = constrain(token)  # replicated, so that every host can read it
+        return token, seen if seen is None else seen.at[jnp.arange(len(token)), token].set(True)
 
     @jax.jit
     def first(params, matrices, tokens, lengths, streams):
@@ -227,8 +240,11 @@ def _programs(
         cache = Cache(lengths, size, float8)
         hidden, caches = model.advance(embedding(tokens), caches=[cache for _ in model.blocks])
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-        token = pick(model, hidden, keys(streams), 0)
-        return token, [cache.arrays for cache in caches]
+        none = jnp.zeros(model.config.vocab_size, bool)
+        has = lambda ids, n: none.at[ids].max(jnp.arange(ids.size) < n)
+        seen = None if penalty == 1 else jax.vmap(has)(tokens, lengths)
+        token, seen = pick(model, hidden, keys(streams), 0, seen)
+        return token, ([cache.arrays for cache in caches], seen)
 
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, streams):
@@ -237,17 +253,17 @@ def _programs(
         rows = keys(streams)
 
         def step(i, carry):
-            token, tokens, arrays = carry
+            token, tokens, (arrays, seen) = carry
             positions = (lengths + number + i - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
                 caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
             )
-            token = pick(model, hidden, rows, number + i)
+            token, seen = pick(model, hidden, rows, number + i, seen)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)
-            return token, tokens, [cache.arrays for cache in caches]
+            return token, tokens, ([cache.arrays for cache in caches], seen)
 
         tokens = jnp.zeros((block, len(token)), jnp.int32)
         token, tokens, arrays = jax.lax.fori_loop(0, block, step, (token, tokens, arrays))
@@ -308,13 +324,14 @@ def by_rows() -> bool:
 
 
 def choose(
-    logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float = 1.0
+    logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p=1.0, min_p=0.0
 ) -> jax.Array:
     """Samples one token id, () int32, from logits (V,); -1 if the largest is not finite.
 
     temperature: of the softmax; 0 takes the most likely token.
     top_k: samples among the k most likely tokens; 0: all.
     top_p: and of these among the fewest most likely whose probabilities add up to top_p.
+    min_p: and of these among those with at least min_p times the largest probability.
     Of tokens that are equally likely, the first counts as the most likely one.
     """
     best = jnp.max(logits)  # NaN if any is NaN
@@ -334,6 +351,8 @@ def choose(
             before = jnp.cumsum(p) - p
             first = jnp.arange(kept) == 0  # at least the most likely token
             logits = jnp.where(first | (before < top_p), logits, -jnp.inf)
+        if min_p > 0:
+            logits = jnp.where(logits < jnp.log(min_p), -jnp.inf, logits)
         token = jax.random.categorical(key, logits, mode="high")
         if ids is not None:
             token = ids[token]

@@ -63,7 +63,9 @@ def add_options(parser: Parser, tokens: int) -> None:
     parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
     for name in SETTINGS:
         field = SampleConfig.model_fields[name]
-        parser.add_argument(f"--{name}", default=field.default, help=field.description)
+        first = "the folder's, else " * (name != "seed")
+        said = f"{field.description} (default: {first}{field.default})"
+        parser.add_argument(f"--{name}", type=type(field.default), help=said)
     parser.add_argument(
         "--kv_cache_dtype",
         choices=("auto", "float8"),
@@ -89,7 +91,7 @@ def checked(args: argparse.Namespace) -> SampleConfig:
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
-    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
     return sampling("--", tokens=args.tokens, **settings)
 
 
@@ -103,7 +105,7 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.decode import check_fits
     from jaxllm.infer.writer import Text, Writer
 
-    writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
+    writer = Writer(args)
     tokenizer = writer.tokenizer
     prompts = []
     for n, text in enumerate(texts):
@@ -114,7 +116,6 @@ def _run(args: argparse.Namespace) -> None:
             raise InputError(f"prompt {n + 1}: {e}" if len(texts) > 1 else str(e)) from e
         prompts.append(ids)
     writer.load()  # before anything is printed
-    print(tokenizer.describe(), file=sys.stderr)
     ends, shown = tokenizer.ends, texts
     if chats is not None:
         ends, shown = tokenizer.chat_ends, [""] * len(texts)
@@ -130,7 +131,7 @@ def _run(args: argparse.Namespace) -> None:
         written = [
             Text(tokenizer, row, args.stop, ends, live=total == 1) for row in rows[: len(numbers)]
         ]
-        writer.write(rows, samples, written, args.config)
+        writer.write(rows, samples, written, writer.config)
         for (prompt, copy), text in zip(samples, written, strict=False):
             if total > 1:
                 print(f"--- prompt {prompt + 1}, sample {copy + 1}")

@@ -11,7 +11,6 @@ import json
 import logging
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import lm_eval
@@ -103,7 +102,7 @@ class RunLM(TemplateLM):
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
         for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
-            config, stops = _sampling(json.loads(kind))
+            config, stops = _sampling(json.loads(kind), self.tokenizer.sampling[0])
             stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
@@ -126,24 +125,29 @@ class RunLM(TemplateLM):
         return texts
 
 
-def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str]]:
-    """The settings and the stop strings of a task's generation_kwargs."""
+def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, list[str]]:
+    """The settings and the stop strings of a task's generation_kwargs.
+
+    folder: what the model's folder sets, of which all but the temperature holds.
+    """
     options = {name: value for name, value in options.items() if value is not None}
     stops = options.pop("until", [])
     limits = [options.pop(name) for name in _LIMITS if name in options]
     sampled = options.pop("do_sample", None)
     if sampled is not None and not sampled:
         options["temperature"] = 0
-    kinds = {"tokens": int, "temperature": float, "top_k": int, "top_p": float}
-    # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
-    given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled), "top_k": 50} | options
-    if unknown := options.keys() - set(kinds):
+    floats = ("temperature", "top_p", "min_p", "repetition_penalty")
+    kinds = {"tokens": int, "top_k": int} | dict.fromkeys(floats, float)
+    if unknown := options.keys() - kinds.keys():
         raise InputError(
             f"generation_kwargs: {min(unknown)} is not supported; only until,"
-            f" {', '.join(_LIMITS)}, do_sample, temperature, top_k and top_p"
+            f" {', '.join(_LIMITS)}, do_sample, top_k, {', '.join(floats)}"
         )
-    stops = [stops] if isinstance(stops, str) else stops
+    # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
+    given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled)} | options
     settings = {name: kinds[name](value) for name, value in given.items()}
+    settings = {"top_k": 50} | (folder or {}) | settings
+    stops = [stops] if isinstance(stops, str) else stops
     return sampling("generation_kwargs: ", **settings), [s for s in stops if s]
 
 
@@ -161,14 +165,8 @@ def evaluate(args: argparse.Namespace) -> str:
     manager = _manager(own, tasks)
     model = RunLM(args.checkpoint, args.step, args.batch_size or 16)
     try:
-        results = lm_eval.simple_evaluate(
-            model=model,
-            tasks=tasks,
-            num_fewshot=args.shots,
-            limit=args.limit,
-            task_manager=manager,
-            log_samples=False,
-        )
+        options = dict(num_fewshot=args.shots, limit=args.limit, log_samples=False)
+        results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **options)
     except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
         words = " ".join(str(e).split())[:300]
         raise InputError(f"--tasks {args.tasks}: {type(e).__name__}: {words}") from e

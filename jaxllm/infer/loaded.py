@@ -27,10 +27,14 @@ class Loaded(NamedTuple):
     def generate(self, prompt: str, **options: Any) -> str:
         """The text that the model writes after `prompt`.
 
-        options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration.
+        options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration;
+        their defaults are the folder's.
         """
         graph, params = nnx.split(self.model, nnx.Param)
-        ids, config = self.tokenizer.prompt(prompt), sampling(**options)
+        ids, config = (
+            self.tokenizer.prompt(prompt),
+            sampling(**self.tokenizer.sampling[0] | options),
+        )
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)

@@ -1,13 +1,15 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
+import argparse
+import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxllm.config import MeshConfig, SampleConfig
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
@@ -19,28 +21,32 @@ _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 class Writer:
     """A run's model on one device, and its tokenizer.
 
-    float8: whether the cache keeps keys and values in float8.
+    args: what `generate.checked` has checked.
+    config: how tokens are chosen, by the options or else by the folder.
     Raises InputError.
     """
 
-    def __init__(self, checkpoint: Path, step: int | None, float8: bool):
-        weights = decode.open_run(checkpoint, step)
-        if float8 and weights.config.type == "vlstm":
+    def __init__(self, args: argparse.Namespace):
+        self._weights = weights = decode.open_run(args.checkpoint, args.step)
+        self._float8 = args.kv_cache_dtype == "float8"
+        if self._float8 and weights.config.type == "vlstm":
             raise InputError(
                 "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
             )
         self.tokenizer = decode.open_tokenizer(weights)
+        settings = self.tokenizer.sampling[0] | args.config.model_dump(exclude_unset=True)
+        self.config = sampling(f"settings of {self.tokenizer.folder}: ", **settings)
         self.most = decode.most_tokens(weights.config)
-        self._weights, self._float8 = weights, float8
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.speed = Speed(decode.block_size())
 
     def load(self) -> None:
-        """Loads the model, before the first text is written."""
+        """Loads the model, before the first text is written; says what stderr says of the text."""
         with jax.set_mesh(self._mesh):
             self._graph, params = decode.load_model(self._weights, self._mesh)
             dtype = self._weights.config.compute_dtype
             self._params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
+        print(self.tokenizer.describe(), file=sys.stderr)
 
     def write(
         self,
@@ -56,15 +62,8 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            stream = decode.stream_tokens(
-                self._graph,
-                self._params,
-                prompts,
-                config,
-                samples=samples,
-                float8_cache=self._float8,
-                few_shapes=few_shapes,
-            )
+            options = dict(float8_cache=self._float8, few_shapes=few_shapes, samples=samples)
+            stream = decode.stream_tokens(self._graph, self._params, prompts, config, **options)
             self.speed.fill(texts, stream)
         for text in texts:
             text.finish()

@@ -4,6 +4,7 @@ Hugging Face spreads this over several files; where two of them disagree, transf
 A run's folder has the same files, but token_ids.json (`IDS`) in place of config.json.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
-IDS = "token_ids.json"  # bos_token_id, eos_token_id, pad_token_id and model_type of config.json
+IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
 COMPANIONS = (
     "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json"
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
@@ -37,7 +38,10 @@ class Pages:
         self.added = {} if listed else read("added_tokens.json")
         self.generation = read("generation_config.json")
         config = read("config.json") or read(IDS)
-        self.config = {key: config[key] for key in config if key in _IDS}
+        self.config = {key: config[key] for key in config if key in {*_IDS, *APPLIED, *OTHERS}}
+        # Without a generation_config.json transformers takes the settings of config.json.
+        apart = (folder / "generation_config.json").exists()
+        self.sampling = self.generation if apart else self.config
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
@@ -66,6 +70,16 @@ class Pages:
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type")
+# transformers' settings on which a text depends: those that we apply; others, and what is off.
+APPLIED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.fromkeys(
+    """
+    top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias penalty_alpha
+    exponential_decay_length_penalty dola_layers watermarking_config token_healing stop_strings
+    max_new_tokens min_length min_new_tokens
+    """.split()
+)
 
 
 def _name(value: Any) -> str | None:
@@ -129,6 +143,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+    if post := library.post_processor:
+        _check_template(json.loads(post.__getstate__()), path)
     if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
         before = library.pre_tokenizer
         for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
@@ -149,6 +165,15 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     if not path.exists():
         _surround(library, pages)
     return library
+
+
+def _check_template(post: dict[str, Any], path: Path) -> None:
+    """Raises InputError for a post-processor on which the library would panic."""
+    for part in post.get("processors", ()):
+        _check_template(part, path)
+    used = {token["id"] for piece in post.get("single", ()) for token in piece.values()}
+    if lacks := used - {"A", *post.get("special_tokens", ())}:
+        raise InputError(f"{path}: its post_processor names {min(lacks)}, which it does not define")
 
 
 def _kind(pages: Pages) -> str:

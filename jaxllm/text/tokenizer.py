@@ -29,9 +29,9 @@ class Tokenizer:
 
     vocab_size: largest id + 1.
     bos, eos: the tokens that the files name as the first and the last of a text.
-    ends: ids that end a text; empty if nothing names one.
+    ends: ids that end a text; empty if nothing names one.  chat_ends: an answer; also eos.
     begin, finish: the ids around a document in training; `begin` is what a prompt begins with,
-        or else the end of the document before, as in llm.c's shards.
+        or else the end of the document before, as in llm.c's shards; separator: its first, if any.
     special: {name: id} of the special tokens.
     chat_templates: {name: template}.
     Raises InputError.
@@ -54,6 +54,11 @@ class Tokenizer:
         self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
         before, after = self._around(vocabulary)
+        if (largest := max([*before, *after], default=0)) >= self.vocab_size:
+            raise InputError(
+                f"{self.path}: its post_processor puts id {largest} around a text, which is beyond"
+                f" its {self.vocab_size} entries"
+            )
         only = list(self.special.values()) if len(self.special) == 1 else []
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
@@ -62,10 +67,12 @@ class Tokenizer:
             raise InputError(f"data.end_token={end_token} is not a token of {self.path}")
         last = _known(self.eos if end is None else end)
         self.begin: list[int] = before or last or _known(self.bos)
+        self.separator = self.begin[0] if self.begin else None
         self.finish: list[int] = (after or last) if before and last != before else []
         stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
         stated = stated or _known(self.eos) or self.begin[:1]
         self.ends = frozenset(stated + _known(end))
+        self.chat_ends = self.ends.union(_known(self.eos))
         self._before, self._entries = before, entries
         self._checked([])
 
@@ -104,11 +111,6 @@ class Tokenizer:
         page = json.loads(self._library.to_str())
         return {key: page[key] for key in page if key not in (*_UNRELATED, *without)}
 
-    @property
-    def separator(self) -> int | None:
-        """The token that begins each document, if any."""
-        return self.begin[0] if self.begin else None
-
     def describe(self) -> str:
         """What begins and ends a text, in a line."""
         name = self._name
@@ -120,6 +122,22 @@ class Tokenizer:
                 " data.end_token or --stop can"
             )
         return f"text: {begins}, ends at {' or '.join(name(i) for i in sorted(self.ends))}"
+
+    @functools.cached_property
+    def sampling(self) -> tuple[dict[str, Any], str]:
+        """The settings of `Sampling` that the folder names, and a line about all that it names.
+
+        As in transformers, do_sample=true alone means temperature 1.
+        """
+        page, off = self._pages.sampling, (None, 0, [], {})
+        used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
+        if (samples := used.pop("do_sample", None)) is not None:
+            used = {"temperature": 1.0} | used if samples else used | {"temperature": 0.0}
+        rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
+        parts = {"applied": used, "not applied, remove them to silence this": rest}
+        named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
+        said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
+        return used, f"settings of {self.folder}, {'; '.join(said)}" * bool(said)
 
     def documents(self) -> str:
         """What stands around a document in training, in a line."""
@@ -263,11 +281,6 @@ class Tokenizer:
     def _bos_and_eos(self, end: int | None = None) -> dict[str, str]:
         tokens = {"bos_token": self.bos, "eos_token": end if self.eos is None else self.eos}
         return {key: self._name(i) for key, i in tokens.items() if i is not None}
-
-    @property
-    def chat_ends(self) -> frozenset[int]:
-        """The ids that end an answer: `ends`, and the tokenizer's own."""
-        return self.ends.union(_known(self.eos))
 
     def _checked(self, ids: list[int]) -> list[int]:
         if self._entries is not None:

@@ -87,9 +87,8 @@ class Checkpoints:
     def about(self, step: int) -> dict[str, Any]:
         """The JSON page of a checkpoint; raises InputError if it is damaged."""
         try:
-            page = self.manager.restore(
-                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
-            )["about"]
+            args = ocp.args.Composite(about=ocp.args.JsonRestore())
+            page = self.manager.restore(step, args=args)["about"]
             check_digest(page)
         except Exception as e:
             raise self._damaged(step, e) from e
@@ -146,10 +145,7 @@ class Checkpoints:
         Complete checkpoints are not affected.
         """
         flat = _flat(state)
-        about = about | {
-            "arrays": _shapes(flat),
-            "checksums": array_checksums(flat),
-        }
+        about = about | {"arrays": _shapes(flat), "checksums": array_checksums(flat)}
         problem = self._finish()
         self._saving = step
         try:

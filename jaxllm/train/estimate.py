@@ -137,9 +137,8 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
     train, shape = trainer.config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
-    like = jax.ShapeDtypeStruct(
-        (train.batch_size // parts, train.seq_len // shape["context"]), jnp.int32
-    )
+    rows, length = train.batch_size // parts, train.seq_len // shape["context"]
+    like = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = dict.fromkeys(trainer.abstract_batch(), like)
     config = trainer.config.model_copy(update={"model": model})
     kept, logits = _kept_by_forward(config, working, frozen, batch)

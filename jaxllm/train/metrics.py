@@ -83,16 +83,14 @@ class RunLog:
         self.console = Console()
         self.bar: Progress | None = None
         if is_interactive(self.console):
-            self.bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                *[BarColumn()] * (self.console.width >= 110),
+            columns = [TextColumn("step"), MofNCompleteColumn()]
+            columns += [BarColumn()] * (self.console.width >= 110)
+            columns += [
                 TextColumn("{task.fields[news]}"),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
+            ]
+            self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=steps, completed=start, news="")
             self.bar.start()
 
@@ -105,15 +103,8 @@ class RunLog:
             self.seconds.popleft()
         mean = sum(self.seconds) / len(self.seconds)
         speed = self.tokens / mean
-        row = {
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "step_ms": seconds * 1e3,
-            "tokens_per_second": speed,
-            "tokens": step * self.tokens,
-        }
+        row = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, step_ms=seconds * 1e3)
+        row |= dict(tokens_per_second=speed, tokens=step * self.tokens)
         news = [f"loss {loss:.4f}", f"{speed:,.0f} tokens/s"]
         if self.peak is not None:
             row["mfu"] = self.flops / mean / self.peak
@@ -255,16 +246,12 @@ class Wandb:
         os.environ.setdefault("WANDB_MODE", "offline")
         import wandb
 
+        names = dict.fromkeys(("name", "group"), out_dir.name)
+        names["project"] = os.environ.get("WANDB_PROJECT", "jaxllm")
         try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "jaxllm"),
-                name=out_dir.name,
-                group=out_dir.name,
-                dir=out_dir,
-                config=config,
-                # Otherwise it would capture and write to standard output.
-                settings=wandb.Settings(console="off", silent=True),
-            )
+            # Otherwise it would capture and write to standard output.
+            settings = wandb.Settings(console="off", silent=True)
+            self.run = wandb.init(**names, dir=out_dir, config=config, settings=settings)
         except Exception as e:  # such as: no key, no network, a full disk
             raise InputError(
                 f"train.tracker=wandb cannot start ({e}); set WANDB_MODE=offline, or"
@@ -326,15 +313,13 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics)
-    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
-    val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
-    if not train:
+    if all(row.get("loss") is None for row in rows):
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*train, strict=True), linewidth=1, label="training")
-    if val:
-        axes.plot(*zip(*val, strict=True), "o-", label="validation")
+    for key, form, label in (("loss", "-", "training"), ("val_loss", "o-", "validation")):
+        if points := [(row["step"], row[key]) for row in rows if row.get(key) is not None]:
+            axes.plot(*zip(*points, strict=True), form, linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -32,6 +32,10 @@ STOPPED = 128 + signal.SIGTERM  # exit status of processes that stopped together
 ADVICE = "the run ends: continue with --resume"
 # What Gloo and JAX's preemption service say about themselves.
 NOISE = re.compile(r"^(\[Gloo\] |.*\bpreemption_\w+\.cc:).*\n", re.M)
+# Kinds of errors, as XLA and gRPC name them, that a peer's death may have caused.
+OF_PEERS = re.compile(
+    r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
 FATAL = b"the JAX distributed service detected fatal errors"  # in JAX's log before it aborts
 
 
@@ -228,7 +232,7 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
             _join(place, names)
             return train()
         except Exception as e:
-            if _of_peers(e):  # if a peer is dead, JAX ends this process meanwhile
+            if OF_PEERS.search(str(e)):  # if a peer is dead, JAX ends this process meanwhile
                 time.sleep(HEARTBEAT + 15)
             raise
 
@@ -245,12 +249,6 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # Python's own exit would wait for processes that fail
-
-
-def _of_peers(e: Exception) -> bool:
-    """Whether a peer's death may have caused an error: XLA and gRPC name its kind in capitals."""
-    kinds = "ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN"
-    return re.search(rf"\b({kinds}): ", str(e)) is not None
 
 
 def _join(place: Place, names: IO) -> None:

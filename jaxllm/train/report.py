@@ -344,18 +344,15 @@ def page(runs: list[LoadedRun]) -> str:
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
     # The name of each run after a dot in the color of its curves.
     dot = Markup('<i class="dot" style="background:{}"></i>{}')
-    return (
-        Environment(autoescape=True)
-        .from_string(PAGE)
-        .render(
-            runs=runs,
-            names=[dot.format(run.color, run.name) for run in runs],
-            facts=[fact for fact in facts if any(fact[1:])],
-            charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
-            differences=differences(runs),
-            style=Markup(STYLE),
-            script=Markup(SCRIPT),
-        )
+    template = Environment(autoescape=True).from_string(PAGE)
+    return template.render(
+        runs=runs,
+        names=[dot.format(run.color, run.name) for run in runs],
+        facts=[fact for fact in facts if any(fact[1:])],
+        charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
+        differences=differences(runs),
+        style=Markup(STYLE),
+        script=Markup(SCRIPT),
     )
 
 

@@ -356,9 +356,8 @@ class Run:
         """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
-        for batch in self.dataset.val_batches(
-            train.batch_size, *self.trainer.batch_part, train.eval_batches
-        ):
+        part, most = self.trainer.batch_part, train.eval_batches
+        for batch in self.dataset.val_batches(train.batch_size, *part, most):
             loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)

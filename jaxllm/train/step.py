@@ -227,21 +227,16 @@ class Trainer:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
         shapes = jax.eval_shape(self._start, self.abstract_params)._replace(base=self.abstract_base)
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            shapes,
-            self.state_shardings,
-        )
+        placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        return jax.tree.map(placed, shapes, self.state_shardings)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch: (B, T) int32 each, sharded over data and fsdp.
 
         It has tokens and labels, and with packed data also segment_ids and positions.
         """
-        train = self.config.train
-        like = jax.ShapeDtypeStruct(
-            (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
-        )
+        shape = self.config.train.batch_size, self.config.train.seq_len
+        like = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         packed = ["segment_ids", "positions"] if self.config.data.packed else []
         return dict.fromkeys(["tokens", "labels", *packed], like)
 
@@ -390,12 +385,8 @@ class Trainer:
         params = optax.apply_updates(state.params, updates)
         norm = global_norm(grads)
         good, watch = check_update(state.watch, loss, norm, self.config.train.skip_spikes)
-        metrics = {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
-            "skips": watch.skips,
-        }
+        rate = jnp.asarray(self.schedule(state.step), jnp.float32)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skips": watch.skips}
         # pyrefly: ignore[bad-argument-type]
         return good, TrainState(state.step + 1, params, opt_state, watch), metrics
 

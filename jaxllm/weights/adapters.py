@@ -318,17 +318,14 @@ def write_peft(weights: AdapterWeights, folder: Path) -> None:
         about |= {} if known.step is None else {"base_step": str(known.step)}
     layout = {name: (x.shape, x.dtype) for name, x in found}
     write_safetensors(folder / ARRAYS, layout, found, about)
-    page = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
+    page = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", inference_mode=True)
+    page |= dict(
         base_model_name_or_path=str(base.folder.absolute()),
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=[name for name in targets(weights.config) if lora.adapts(name)],
         use_rslora=lora.rslora,
-        bias="none",
         fan_in_fan_out=False,
-        inference_mode=True,
     )
     (folder / PAGE).write_text(json.dumps(page, indent=2), encoding="utf-8")

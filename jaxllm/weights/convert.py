@@ -120,14 +120,13 @@ def convert(
         raise InputError(f"--merge is for adapters, and {source} holds no adapters")
     if alone and packing is not None:
         raise InputError(f"--quantize needs --merge, because {source} holds some adapters")
-    if step is not None and not of_run:
-        raise InputError(f"--step is for a run's directory; {source} is not one")
     if alone and dtype:
         raise InputError("--dtype needs --merge: adapters are written in float32")
     if alone and not of_run:
         raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
-    if dtype and not (adapts or of_run):
-        raise InputError(f"--dtype is for a run's directory; {source} is not one")
+    for name, given, fits in (("step", step, of_run), ("dtype", dtype, adapts or of_run)):
+        if given is not None and not fits:
+            raise InputError(f"--{name} is for a run's directory; {source} is not one")
     with _new_folder(out) as folder:
         if packing is not None:
             result = _to_packed(weights, folder, out, packing)
@@ -165,12 +164,8 @@ def _from_huggingface(weights, folder: Path, out: Path) -> str:
     tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
     config = _config_to_train(weights.config, init_from=out, tokenizer=tokenizer)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    about = {
-        "config": config.model_dump(),
-        "data_fingerprint": None,
-        "samples": 0,
-        "converted_from": str(weights.folder),
-    }
+    about: dict = dict(config=config.model_dump(), data_fingerprint=None, samples=0)
+    about["converted_from"] = str(weights.folder)
     write_checkpoint(folder / "checkpoints", weights, about)
     train = _command("train", "--config", out / "config.yaml")
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"

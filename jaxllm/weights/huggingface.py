@@ -5,7 +5,6 @@ shape is refused by name; huggingface_config does the same for settings.  Pickle
 never opened.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -28,7 +27,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.weights import meta
 from jaxllm.weights.huggingface_config import KINDS, model_config
-from jaxllm.weights.places import Place, places, tied
+from jaxllm.weights.places import places, tied
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
@@ -69,6 +68,7 @@ class HuggingFaceWeights:
             # A folder without the head, such as OpenAI's own, leaves out the prefix.
             self._rename(lambda n: bare(n) if bare(n) == HEAD else prefix + bare(n))
         self._check()
+        self._holders = {ours: place for place in places(self.config) for ours in place.ours}
 
     def param(self, name: str, on_device: bool = False) -> Any:
         """A contiguous float32 copy of our parameter of a dotted path.
@@ -91,10 +91,6 @@ class HuggingFaceWeights:
         x = x.astype(jnp.float32) if on_device else np.array(x, np.float32, order="C")
         check_finite(x, f"{self.folder}: {place.name}")
         return x
-
-    @functools.cached_property
-    def _holders(self) -> dict[str, Place]:
-        return {ours: place for place in places(self.config) for ours in place.ours}
 
     def _slice(self, name: str):
         file, stored = self._stored[name]

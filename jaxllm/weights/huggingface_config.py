@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxllm.config import ModelConfig, plain_message, round_up
 from jaxllm.errors import InputError
+from jaxllm.text.files import APPLIED, OTHERS
 from jaxllm.weights.places import tied
 
 NEEDED = object()  # the "default" of a required key
@@ -67,16 +68,14 @@ _QWEN2 = _LLAMA._replace(
     },
     implied={"qkv_bias": True, "qk_norm": False},
 )
+_GELUS = "gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"
 KINDS = {
     "gpt2": _Kind(
         "gpt2",
         "GPT2LMHeadModel",
         "transformer.",
         {
-            "activation_function": (
-                *("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast"),
-                "gelu_accurate",
-            ),
+            "activation_function": _GELUS,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -149,10 +148,9 @@ _HARMLESS = re.compile(
     r"|use_cache|gradient_checkpointing|pretraining_tp|chunk_size_feed_forward|tf_legacy_loss"
     r"|(\w+_)?initializer_range|\w*dropout\w*|\w+_pdrop|n_ctx|max_sequence_length|model_max_length"
     r"|_?attn_implementation\w*|_flash_attn_2_enabled|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
-    r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?"
-    r"|(max|min)_(length|new_tokens)|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
-    r"|temperature|top_[kp]|typical_p|(repetition|length)_penalty|num_return_sequences"
-    r"|(encoder_)?no_repeat_ngram_size|remove_invalid_values"
+    r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?|early_stopping"
+    r"|num_beam_groups|(diversity|length)_penalty|num_return_sequences|remove_invalid_values"
+    rf"|encoder_no_repeat_ngram_size|{'|'.join((*APPLIED, *OTHERS))}"
     r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"

@@ -57,6 +57,7 @@ class RunWeights:
             have = f"; it has {', '.join(map(str, steps))}" if steps else ""
             raise InputError(f"{directory} holds no {wanted}{have}")
         self.step: int = steps[-1] if step is None else step
+        self._place = directory / "checkpoints" / str(self.step)
         self._check()
 
     def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -121,18 +122,10 @@ class RunWeights:
 
     def _damaged(self, why: str) -> InputError:
         older = [step for step in self._manager.all_steps() if step < self.step]
-        return InputError(
-            f"checkpoint {self._place} is damaged ({why}); "
-            + (
-                f"generate, evaluate and convert take the previous one with --step {max(older)}"
-                if older
-                else "there is no earlier one: train or convert again"
-            )
-        )
-
-    @property
-    def _place(self) -> Path:
-        return self.folder / "checkpoints" / str(self.step)
+        fix = "there is no earlier one: train or convert again"
+        if older:
+            fix = f"generate, evaluate and convert take the previous one with --step {max(older)}"
+        return InputError(f"checkpoint {self._place} is damaged ({why}); {fix}")
 
 
 Weights = HuggingFaceWeights | RunWeights | PackedWeights | AdapterWeights
@@ -258,22 +251,15 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
         about["checksums"] |= array_checksums({name: leaf.read()})
     quiet_orbax()
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
+    arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    handlers = {"state": arrays, "about": ocp.JsonCheckpointHandler()}
+    saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(with_digest(about))}
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     try:
         with ocp.CheckpointManager(
-            directory.resolve(),
-            options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-                "about": ocp.JsonCheckpointHandler(),
-            },
+            directory.resolve(), options=options, item_handlers=handlers
         ) as manager:
-            manager.save(
-                0,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state),
-                    about=ocp.args.JsonSave(with_digest(about)),
-                ),
-            )
+            manager.save(0, args=ocp.args.Composite(**saved))
     except InputError:
         raise
     except Exception as e:

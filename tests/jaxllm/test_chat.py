@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,11 +26,12 @@ WEIGHTS = dict(folder=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespac
 
 @pytest.fixture
 def model(monkeypatch):
-    """Takes answers, and what to raise after them; seen: the rows of ids it continued."""
-    answers, seen = [], []
+    """Takes answers, and what to raise after them; seen: the rows of ids it continued, and how."""
+    answers, seen, configs = [], [], []
 
     def stream(graph, params, rows, config, **_):
         seen.extend(rows)
+        configs.append(config)
         said, error = answers.pop(0)
         ids = TOKENIZER.encode(said)[: config.tokens]
         yield from np.array([ids] * len(rows)).T
@@ -42,7 +44,7 @@ def model(monkeypatch):
     monkeypatch.setattr(decode, "load_model", lambda *_: (None, None))
     monkeypatch.setattr(decode, "in_compute_dtype", lambda params, *_, **__: params)
     monkeypatch.setattr(decode, "stream_tokens", stream)
-    return SimpleNamespace(answers=answers, seen=seen)
+    return SimpleNamespace(answers=answers, seen=seen, configs=configs)
 
 
 def ids_of(*messages):
@@ -59,6 +61,26 @@ def test_generate_answers_a_message(model, capsys, tmp_path):
     assert out == "Hello you\n"  # ends at <|eom_id|>; other special tokens are not shown
     assert model.seen == [ids_of(" Hi! ")]
     assert "ends at <|end_of_text|> or <|eom_id|> or <|eot_id|>" in err
+
+
+def test_the_folders_settings_hold_where_no_option_is_given(model, monkeypatch, capsys, tmp_path):
+    folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
+    weights = SimpleNamespace(**vars(decode.open_run()) | {"folder": folder})
+    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    page = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "min_length": 2}
+    (folder / "generation_config.json").write_text(json.dumps(page))
+    command = f"--checkpoint {tmp_path} --tokens 9 --prompt Hi".split()
+    for given, right in (("", (0.5, 3, 1.0)), ("--temperature 0.8 --top_p 0.9", (0.8, 3, 0.9))):
+        model.answers.append(("a", None))
+        assert generate.main([*command, *given.split()]) == 0
+        config = model.configs.pop()
+        assert (config.temperature, config.top_k, config.top_p) == right
+        assert (config.tokens, config.repetition_penalty) == (9, 1.5)
+        assert "repetition_penalty=1.5; not applied, remove" in capsys.readouterr().err
+    (folder / "generation_config.json").write_text('{"top_p": 2}')
+    assert generate.main(command) == 2
+    assert "settings of " in (said := capsys.readouterr().err)
+    assert said.endswith("top_p=2: must be at most 1\n")
 
 
 def test_the_name_of_a_special_token_stops_a_text(model, capsys, tmp_path):

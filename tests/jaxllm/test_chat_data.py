@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conversations import FORGETS, TEMPLATE, pair, talks, with_template, write
+from data_settings import flipped_byte
 from flax import nnx
 from tiny_models import tiny
 
@@ -229,6 +230,13 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
     before = (tmp_path / "out/conversations.chat").stat().st_mtime_ns
     assert prepare(config, tmp_path / "out") == 0  # done already
     assert (tmp_path / "out/conversations.chat").stat().st_mtime_ns == before
+    entries = (tmp_path / "out/conversations.chat").read_bytes()
+    flipped_byte(tmp_path / "out/conversations.chat")
+    with pytest.raises(
+        InputError, match=r"conversations\.chat is damaged: its tokens have changed"
+    ):
+        opened(config, path=str(tmp_path / "out"))
+    (tmp_path / "out/conversations.chat").write_bytes(entries)
     index = (tmp_path / "out/index.npz").read_bytes()
     for damaged in (b"", index[:99]):  # a copy that was interrupted
         (tmp_path / "out/index.npz").write_bytes(damaged)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_settings import settings, write, write_shard
+from data_settings import flipped_byte, settings, write, write_shard
 
 from jaxllm.data import corpus, open_dataset
 from jaxllm.errors import InputError
@@ -131,6 +131,12 @@ def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
     assert second.fingerprint == first.fingerprint
     assert second.train.read(0, 99).tolist() == first.train.read(0, 99).tolist()
     (counts,) = (tmp_path / "cache").glob("tokens-*/counts.json")
+    for name in ("train.bin", "val.bin"):
+        content = (counts.parent / name).read_bytes()
+        flipped_byte(counts.parent / name)
+        with pytest.raises(InputError, match=f"{name} is damaged: its tokens have changed"):
+            open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+        write(counts.parent / name, content)
     counts.unlink()  # as what cleans /tmp and ~/.cache may do
     with pytest.raises(InputError, match=r"counts\.json cannot be read"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)

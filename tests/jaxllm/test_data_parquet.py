@@ -99,3 +99,9 @@ def test_damaged_parquet_is_reported(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=r"a\.parquet is not a readable parquet file"):
             read("parquet", path)
+    texts = pyarrow.table({"text": [f"document {i}" for i in range(99)]})
+    options = dict(write_page_checksum=True, compression="none", use_dictionary=False)
+    pyarrow.parquet.write_table(texts, path, **options)
+    path.write_bytes(path.read_bytes().replace(b"document 7", b"document 8"))
+    with pytest.raises(InputError, match=r"a\.parquet is not a readable .*CRC checksum"):
+        read("parquet", path)

@@ -4,14 +4,16 @@ import os
 import resource
 import subprocess
 import sys
+from hashlib import sha256
 
 import pytest
 import tokenizers
-from data_settings import settings
+from data_settings import flipped_byte, settings
 
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
 from jaxllm.data.__main__ import main
 from jaxllm.data.shards import open_shard
+from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello\nand {i * i}\n" for i in range(60)]
@@ -62,6 +64,9 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert train == [x for x in DOCUMENTS if x in train]
     assert 3 <= len(val) <= 25
     assert f"{len(dataset.train):,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
+    flipped_byte(data / "out/val_000002.bin")
+    with pytest.raises(InputError, match=r"val_000002\.bin is damaged: its tokens have changed"):
+        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
@@ -135,6 +140,8 @@ def test_an_interruption_anywhere_leads_to_the_same_shards(data, monkeypatch, na
         assert contents(out).items() <= whole.items()  # only complete shards have final names
         assert main(command(data, out.name)) == 0
         assert contents(out) == whole
+        written = {name: sha256(content[1024:]).hexdigest() for name, content in whole.items()}
+        assert json.loads((out / "prepare.json").read_text())["sha256"] == written
         assert {path.name for path in out.iterdir()} == {
             *whole, ".lock", "prepare.json", "tokenizer.json"
         }  # fmt: skip

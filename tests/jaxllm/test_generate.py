@@ -14,6 +14,7 @@ from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import SampleConfig
+from jaxllm.config.loading import sampling
 from jaxllm.errors import RunError
 from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
@@ -46,7 +47,8 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
             block["vlstm"]["i"]["bias"][...] = jnp.zeros(2)
     # Prompts of several chunks and more than WIDTHS tokens, of one token, and in between.
     prompts = [list(range(5, 82)), [100], [249, 3, 17] * 7]
-    greedy = SampleConfig(tokens=TOKENS, temperature=0.0)
+    penalty = 1.3 if options else 1.0
+    greedy = sampling(tokens=TOKENS, temperature=0.0, repetition_penalty=penalty)
 
     @jax.jit
     def forward(params, tokens):
@@ -61,6 +63,10 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
         logits = np.asarray(forward(params, text))
     after = [slice(len(prompt) - 1, len(prompt) - 1 + TOKENS) for prompt in prompts]
     logits = np.stack([row[where] for row, where in zip(logits, after, strict=True)])
+    for rows, prompt, answer in zip(logits, prompts, got, strict=True):
+        for n, z in enumerate(rows):  # as transformers penalizes what the text has so far
+            seen = [*prompt, *answer[:n]]
+            z[seen] = np.where(z[seen] > 0, z[seen] / penalty, z[seen] * penalty)
     chosen = np.take_along_axis(logits, got[..., None], axis=-1)[..., 0]
     likeliest = logits.argmax(-1)
     if dtype == "float32":
@@ -156,7 +162,7 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
         )
     assert decode._programs.cache_info().misses == 1
     size = decode.round_up(decode.WIDTHS + decode.block_size(), decode.WIDTHS)
-    programs = decode._programs(graph, size, False, 1.0, 50, 1.0)
+    programs = decode._programs(graph, size, False, 1.0, 50, 1.0, 0.0, 1.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 
 
@@ -165,6 +171,9 @@ def test_top_p_keeps_the_most_likely_tokens_that_reach_it():
     keys = jax.random.split(jax.random.key(0), 64)
     for top_p, kept in ((0.0, {1}), (0.4, {1}), (0.6, {1, 2}), (1.0, {0, 1, 2, 3})):
         assert {int(decode.choose(logits, k, 1.0, 0, top_p)) for k in keys} == kept
+    for min_p, temperature, kept in ((1.0, 1.0, {1}), (0.5, 1.0, {1, 2}), (0.19, 0.5, {1, 2})):
+        rule = (temperature, 3, 1.0, min_p)  # of 25 : 9 : 1 at temperature 0.5
+        assert {int(decode.choose(logits, k, *rule)) for k in keys} == kept
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-39, 1e-30, 0.7, 3.0, 1e30, 1e39, 1e308])
@@ -279,6 +288,7 @@ def test_text_decodes_only_its_last_tokens():
         ("--checkpoint nowhere --prompt x --top_k 2147483648", "--top_k=2147483648"),
         ("--checkpoint nowhere --prompt x --tokens 2147483648", "--tokens=2147483648"),
         ("--checkpoint nowhere --prompt \udcff", "is not UTF-8"),
+        ("--checkpoint nowhere --prompt -x", "--prompt: expected one argument (write OPTION=VALUE"),
     ],
 )
 def test_bad_input_gives_one_line(capsys, monkeypatch, tmp_path, arguments, named):

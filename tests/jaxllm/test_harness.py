@@ -138,5 +138,7 @@ def test_unknown_generation_settings_are_refused():
     assert _sampling({"max_new_tokens": 5, "temperature": 0.7})[0].temperature == 0.7
     assert _sampling({"do_sample": True})[0].temperature == 1  # as transformers
     assert _sampling({"do_sample": None})[0].temperature == 0
+    config, _ = _sampling({"top_p": 0.5}, {"temperature": 0.7, "top_k": 3, "min_p": 0.1})
+    assert (config.temperature, config.top_k, config.top_p, config.min_p) == (0, 3, 0.5, 0.1)
     with pytest.raises(InputError, match="num_beams is not supported"):
         _sampling({"num_beams": 4})

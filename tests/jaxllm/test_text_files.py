@@ -10,6 +10,7 @@ import tokenizers
 from tokenizer_families import EXPECTED, FOLDER, HARD, built
 from tokenizers import pre_tokenizers, processors
 
+from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, present
 
@@ -75,6 +76,34 @@ def test_beginnings_and_ends_come_from_the_files_in_transformers_order(pages, ri
     assert (copy.bos, copy.eos, copy.ends) == (tokenizer.bos, tokenizer.eos, tokenizer.ends)
     assert copy.digest == tokenizer.digest
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
+    ({"generation_config": {"eos_token_id": 1, "max_length": 20, "top_k": None}}, {}, ""),
+    ({"generation_config": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}},
+     {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1},
+     "applied: temperature=1.0, top_p=0.9, repetition_penalty=1.1"),
+    ({"generation_config": {"do_sample": False, "top_k": 0}},
+     {"temperature": 0.0, "top_k": 0}, "applied: top_k=0, temperature=0.0"),
+    ({"config": {"min_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 1, "typical_p": 1.0}},
+     {"min_p": 0.1},
+     "applied: min_p=0.1; not applied, remove them to silence this: no_repeat_ngram_size=1"),
+    ({"config": {"repetition_penalty": 2.0}, "generation_config": {"suppress_tokens": [7]}},
+     {}, "not applied, remove them to silence this: suppress_tokens=[7]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "settings", "said"), SAMPLING)
+def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
+    pages, settings, said, tmp_path
+):
+    """transformers reads config.json's settings without a generation_config.json only."""
+    tokenizer = folder_of(tmp_path / "a", **pages)
+    tokenizer.copy_to(tmp_path / "run")
+    for found in (tokenizer, Tokenizer(tmp_path / "run")):
+        line = f"settings of {found.folder}, {said}" if said else ""
+        assert found.sampling == (settings, line)
+    assert settings.items() <= sampling(**settings).model_dump().items()
 
 
 @pytest.mark.parametrize("around", [(0, 1), (0,), (1,), ()])
@@ -196,6 +225,29 @@ def test_bad_files_are_named(name, content, named, tmp_path):
     refusal = pytest.raises(InputError, match=named)
     with contextlib.nullcontext() if named == "nothing" else refusal:
         Tokenizer(folder)
+
+
+def test_what_a_post_processor_lacks_is_named(tmp_path):
+    """The library would panic, or give ids that no model has."""
+    folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
+    page = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    name, post = "<s>", page["post_processor"]
+    wrap = lambda part: {"type": "Sequence", "processors": [part]}
+    for changed, named in (
+        (post | {"special_tokens": {}}, f"names {name}, which it does not define"),
+        (wrap(wrap(post | {"special_tokens": {}})), f"names {name}, which it does"),
+        (
+            post | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]},
+            "names B, which it does not",
+        ),
+        (
+            post | {"special_tokens": {name: {"id": name, "ids": [70000], "tokens": [name]}}},
+            "puts id 70000 around a text, which is beyond its",
+        ),
+    ):
+        (folder / "tokenizer.json").write_text(json.dumps(page | {"post_processor": changed}))
+        with pytest.raises(InputError, match=rf"tokenizer\.json: its post_processor {named}"):
+            Tokenizer(folder)
 
 
 def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
