@@ -64,7 +64,7 @@ def next_token(config) -> Callable:
 
     decode.by_rows = lambda: True
     graph, params = nnx.split(nnx.eval_shape(lambda: create(config.model)), nnx.Param)
-    first, further = decode._programs(graph, 64, False, 1.0, 0, 1.0)
+    first, further = decode._programs(graph, 64, False, 1.0, 1.0, 0, 1.0)
     cast = lambda params: decode.in_compute_dtype(params, config.model.compute_dtype)
     matrices = jax.eval_shape(cast, params)
     like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)

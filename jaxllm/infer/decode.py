@@ -173,9 +173,9 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    of_folder = getattr(config, "min_p", 0.0), getattr(config, "repetition_penalty", 1.0)
-    options = (float8_cache, config.temperature, config.top_k, config.top_p, *of_folder)
-    first, further = _programs(graph, slots, *options)
+    penalty, min_p = getattr(config, "repetition_penalty", 1.0), getattr(config, "min_p", 0.0)
+    options = config.temperature, config.top_k, config.top_p, min_p
+    first, further = _programs(graph, slots, float8_cache, penalty, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -203,13 +203,14 @@ def _checked(tokens: jax.Array) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _programs(
-    graph: nnx.GraphDef, size: int, float8: bool, *rule: Any
+    graph: nnx.GraphDef, size: int, float8: bool, penalty: float, *options: Any
 ) -> tuple[Callable, Callable]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.
     float8: whether they hold float8.
-    rule: the options of `choose`, and a penalty of the tokens that the text has, as transformers'.
+    penalty: divides positive logits of tokens that the text has, and multiplies negative ones.
+    options: those of `choose`.
     The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
     block = block_size()
@@ -219,8 +220,6 @@ def _programs(
         """The random key of each row, (B,), from its seed, prompt and sample (B, 3)."""
         seed, prompt, sample = stream
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
-
-    *options, penalty = rule
 
     def pick(model, hidden, keys, number, seen):
         """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), those of the text."""

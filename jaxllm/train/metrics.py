@@ -246,12 +246,12 @@ class Wandb:
         os.environ.setdefault("WANDB_MODE", "offline")
         import wandb
 
-        names = dict.fromkeys(("name", "group"), out_dir.name)
-        names["project"] = os.environ.get("WANDB_PROJECT", "jaxllm")
+        name, project = out_dir.name, os.environ.get("WANDB_PROJECT", "jaxllm")
+        about = dict(project=project, name=name, group=name, config=config)
         try:
             # Otherwise it would capture and write to standard output.
             settings = wandb.Settings(console="off", silent=True)
-            self.run = wandb.init(**names, dir=out_dir, config=config, settings=settings)
+            self.run = wandb.init(**about, dir=out_dir, settings=settings)
         except Exception as e:  # such as: no key, no network, a full disk
             raise InputError(
                 f"train.tracker=wandb cannot start ({e}); set WANDB_MODE=offline, or"

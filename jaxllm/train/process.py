@@ -115,6 +115,12 @@ def no_long_pauses() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # another run is in a folder above
+        for folder in folders:
+            folder.rmdir()
+
+
 @contextlib.contextmanager
 def lock_directory(out_dir: Path) -> Iterator[None]:
     """Creates a run's directory and locks it against other processes that train.
@@ -139,8 +145,7 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
         finally:
             if new and os.listdir(out_dir) == [path.name]:
                 path.unlink()
-                with contextlib.suppress(OSError):  # another run is in a folder above
-                    list(map(Path.rmdir, new))
+                _remove_empty(new)
 
 
 def check_kernels(config: Config) -> None:

@@ -162,7 +162,7 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
         )
     assert decode._programs.cache_info().misses == 1
     size = decode.round_up(decode.WIDTHS + decode.block_size(), decode.WIDTHS)
-    programs = decode._programs(graph, size, False, 1.0, 50, 1.0, 0.0, 1.0)
+    programs = decode._programs(graph, size, False, 1.0, 1.0, 50, 1.0, 0.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 
 
