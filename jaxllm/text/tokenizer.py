@@ -127,12 +127,13 @@ class Tokenizer:
     def sampling(self) -> tuple[dict[str, Any], str]:
         """The settings of `Sampling` that the folder names, and a line about all that it names.
 
-        As in transformers, do_sample=true alone means temperature 1.
+        As in transformers, do_sample=true alone means temperature 1 and top_k 50.
         """
         page, off = self._pages.sampling, (None, 0, [], {})
         used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
         if (samples := used.pop("do_sample", None)) is not None:
-            used = {"temperature": 1.0} | used if samples else used | {"temperature": 0.0}
+            unset = {"temperature": 1.0, "top_k": 50}
+            used = unset | used if samples else used | {"temperature": 0.0}
         rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
         parts = {"applied": used, "not applied, remove them to silence this": rest}
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())

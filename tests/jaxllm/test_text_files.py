@@ -81,8 +81,8 @@ def test_beginnings_and_ends_come_from_the_files_in_transformers_order(pages, ri
 SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
     ({"generation_config": {"eos_token_id": 1, "max_length": 20, "top_k": None}}, {}, ""),
     ({"generation_config": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}},
-     {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1},
-     "applied: temperature=1.0, top_p=0.9, repetition_penalty=1.1"),
+     {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
+     "applied: temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1"),
     ({"generation_config": {"do_sample": False, "top_k": 0}},
      {"temperature": 0.0, "top_k": 0}, "applied: top_k=0, temperature=0.0"),
     ({"config": {"min_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 1, "typical_p": 1.0}},
