@@ -254,7 +254,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], std: float, axes: tuple) -> j
     It is a separate program, compiled once per shape: XLA would fuse all draws of the same shape in
     one program, and take minutes to compile that kernel.
     """
-    return constrain(std * jax.random.normal(key, shape), *_sharded(axes))
+    return constrain(std * jax.random.normal(key, shape, np.float32), *_sharded(axes))
 
 
 def spec_of(variable: nnx.Variable) -> PartitionSpec:

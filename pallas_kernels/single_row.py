@@ -82,7 +82,8 @@ def row_linear(
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support, and for a gradient.
     """
-    weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
+    weights = tuple(weights)
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
     _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
     options = dict(norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps)
     options |= dict(centered=centered, activation=activation, residual=residual)

@@ -214,7 +214,7 @@ def _filled(k, v, cache):
     pad = lambda x: jnp.pad(x, room)
     if not cache.float8:
         return pad(k), pad(v)
-    seen = (jnp.arange(t) < cache.lengths[:, None])[:, :, None, None]
+    seen = (jnp.arange(t)[None] < cache.lengths[:, None])[:, :, None, None]
     (k, k_scale), (v, v_scale) = (_to_float8(x, seen) for x in (k, v))
     return pad(k), pad(v), k_scale, v_scale
 
@@ -228,7 +228,8 @@ def _to_float8(x, seen):
     """
     x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
     largest = jnp.max(jnp.abs(x), axis=(1, 3))
-    scale = jnp.where(largest > 0, largest, 28) / 28
+    # 1 also where a twenty-eighth might be subnormal, which a GPU and a CPU may take for 0.
+    scale = jnp.where(largest > 2.0**-100, largest, 28) / 28
     return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 
 
