@@ -123,10 +123,11 @@ def one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return True
-    if mesh.axis_names != AXES:
+    if mesh.axis_names != AXES or AxisType.Explicit in mesh.axis_types:
+        kinds = ", ".join({kind.name: None for kind in mesh.axis_types})
         raise ValueError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)}, and the layers need"
-            f" {', '.join(AXES)}: make it with jaxllm.sharding.make_mesh"
+            f"the mesh has the axes {', '.join(mesh.axis_names)} ({kinds}), and the layers need"
+            f" {', '.join(AXES)} (Auto): make it with jaxllm.sharding.make_mesh"
         )
     return False
 
