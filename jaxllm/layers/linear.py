@@ -4,7 +4,6 @@ A weight holds a matrix W (in, out) and knows how to multiply: Dense, Float8, Tr
 """
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,8 +20,8 @@ from jaxllm.sharding import (
     PARTS,
     SHARDS,
     P,
+    axis_size,
     constrain,
-    context_size,
     normal,
     one_device,
     per_device,
@@ -126,9 +125,8 @@ class Float8(Dense):
 
         Inside `per_device` the scales are the whole arrays'.
         """
-        mesh = jax.sharding.get_abstract_mesh().shape
-        rows = x.size // x.shape[-1] // math.prod(mesh.get(axis, 1) for axis in PARTS)
-        return one_device() or (mesh["tensor"] == 1 and x.ndim == 3 and rows % TILE == 0)
+        rows = x.size // x.shape[-1] // axis_size(*PARTS)
+        return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)
 
 
 @jax.tree_util.register_dataclass
@@ -324,7 +322,7 @@ def fused_linear(
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
     """Concatenates the last axes, each device's part of all arrays together."""
-    parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * context_size()
+    parts = axis_size("tensor", "context")
     apart = [a.reshape(*a.shape[:-1], parts, -1) for a in arrays]
     return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
 

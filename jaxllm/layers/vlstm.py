@@ -14,7 +14,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
-from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -80,7 +80,7 @@ class VLSTMLayer(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
-        joins = context_size() == 1
+        joins = axis_size("context") == 1
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
         gates = self._joint_gates(x_gates)
