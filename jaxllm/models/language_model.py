@@ -46,10 +46,11 @@ class Stream(NamedTuple):
         return self.residual + plus(self.branch, self.bias).astype(self.residual.dtype)
 
     def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) for the sum s, in one pass."""
-        if self.branch is None:
-            return norm(self.residual), self.residual
-        return norm.add(self.branch, self.residual, self.bias)
+        """(norm(s), s) for the sum s, in one pass unless the branch is wider than the residual."""
+        s = self.residual
+        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype:
+            return norm(s := self.sum()), s
+        return norm.add(self.branch, s, self.bias)
 
 
 class Block(Layer):

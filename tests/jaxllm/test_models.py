@@ -327,3 +327,21 @@ def test_parameters_and_results_have_their_dtypes_under_stricter_settings(kind):
         assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
+
+
+@pytest.mark.parametrize(
+    ("compute", "residual"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_the_residual_stream_has_its_dtype(compute, residual):
+    """Beside float32 it became float32 after the first norm, unlike in generation."""
+    config = tiny("llama3", compute_dtype=compute, residual_dtype=residual)
+    graph, params = nnx.split(nnx.eval_shape(lambda: create(config)))
+
+    def run(params, tokens):
+        model = nnx.merge(graph, params)
+        walked = list(model.walk(model.embedding(tokens)))
+        return [stream.sum() for stream, _ in walked], walked[-1][0].normed(model.norm)
+
+    streams, (y, s) = jax.eval_shape(run, params, jnp.zeros((1, 8), jnp.int32))
+    assert {x.dtype for x in (*streams, s)} == {jnp.dtype(residual)}
+    assert y.dtype == compute
