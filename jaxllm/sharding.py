@@ -123,10 +123,11 @@ def one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return True
-    if mesh.axis_names != AXES:
+    if mesh.axis_names != AXES or AxisType.Explicit in mesh.axis_types:
+        kinds = ", ".join({kind.name: None for kind in mesh.axis_types})
         raise ValueError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)}, and the layers need"
-            f" {', '.join(AXES)}: make it with jaxllm.sharding.make_mesh"
+            f"the mesh has the axes {', '.join(mesh.axis_names)} ({kinds}), and the layers need"
+            f" {', '.join(AXES)} (Auto): make it with jaxllm.sharding.make_mesh"
         )
     return False
 
@@ -187,13 +188,10 @@ def _axes(specs) -> set:
     return {axis for spec in jax.tree.leaves(specs) for axis in jax.tree.leaves(tuple(spec))}
 
 
-def context_size() -> int:
-    """Number of devices that divide each sequence under the mesh of `jax.set_mesh`."""
-    return _size("context")
-
-
-def _size(axis: str) -> int:
-    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
+def axis_size(*axes: str) -> int:
+    """Number of devices along these axes of the mesh of `jax.set_mesh`; 1 without one."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return prod(shape.get(axis, 1) for axis in axes)
 
 
 def split_heads(x: jax.Array) -> jax.Array:
@@ -210,7 +208,7 @@ def split_sequence(x: jax.Array) -> jax.Array:
 
 
 def _exchange(x: jax.Array, name: str, split: int, joined: int) -> jax.Array:
-    if _size(name) == 1:
+    if axis_size(name) == 1:
         return x
     return jax.lax.all_to_all(x, name, split_axis=split, concat_axis=joined, tiled=True)
 
@@ -218,7 +216,7 @@ def _exchange(x: jax.Array, name: str, split: int, joined: int) -> jax.Array:
 def all_tokens(tokens: jax.Array) -> jax.Array:
     """Inside `per_device`: (B / F, T / N) to (B, T), the tokens of F fsdp and N context devices."""
     for axis, name in enumerate(SHARDS):
-        if _size(name) > 1:
+        if axis_size(name) > 1:
             tokens = jax.lax.all_gather(tokens, name, axis=axis, tiled=True)
     return tokens
 
@@ -254,7 +252,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], std: float, axes: tuple) -> j
     It is a separate program, compiled once per shape: XLA would fuse all draws of the same shape in
     one program, and take minutes to compile that kernel.
     """
-    return constrain(std * jax.random.normal(key, shape), *_sharded(axes))
+    return constrain(std * jax.random.normal(key, shape, np.float32), *_sharded(axes))
 
 
 def spec_of(variable: nnx.Variable) -> PartitionSpec:

@@ -42,7 +42,7 @@ _SMEM = 227 * 1024  # of an SM, for blocks
 _THREADS = 2048  # of an SM
 
 
-class Kernel(NamedTuple):
+class TracedKernel(NamedTuple):
     """A kernel of a traced program, and how often it is launched."""
 
     name: str
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     """The forward pass of a call, or forward and backward pass together."""
 
     name: str
-    kernels: list[Kernel]
+    kernels: list[TracedKernel]
     bytes: int  # that must move: each input and each result once
     flops: float | None  # None: not counted
     tensor: (
@@ -271,7 +271,7 @@ def _counted(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
     return {"forward": flops["forward"], "forward and backward": both}
 
 
-def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
+def _kernels(jaxpr, launches: int = 1) -> list[TracedKernel]:
     """The Mosaic kernels of a traced program, in its order."""
     found = {}
     for eqn in jaxpr.eqns:
@@ -290,7 +290,7 @@ def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
     return list(found.values())
 
 
-def _kernel(eqn, launches: int) -> Kernel:
+def _kernel(eqn, launches: int) -> TracedKernel:
     mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
     buffers = _buffers(inside)
     aligned = lambda a: _size(a) + -_size(a) % 1024 if _is_data(a) else _size(a)
@@ -298,7 +298,7 @@ def _kernel(eqn, launches: int) -> Kernel:
     if _reduces(inside):
         parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
         shared += parameters.reduction_scratch_bytes
-    return Kernel(
+    return TracedKernel(
         eqn.params["name"],
         blocks=math.prod(mesh.grid),
         warpgroups=mesh.num_threads or 1,

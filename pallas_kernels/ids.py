@@ -71,7 +71,9 @@ def _words(x: Ids) -> list[jax.Array]:
 
 
 def _checked(name: str, x: Ids) -> Ids:
-    """x, from numpy as int32 if that holds its numbers.  Raises ValueError for floats."""
+    """x, from numpy as int32 if that holds its numbers.  Raises ValueError for floats and lists."""
+    if not hasattr(x, "dtype"):
+        raise ValueError(f"{name} must be an array, not {type(x).__name__}: pass np.array({name})")
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
     if isinstance(x, np.ndarray) and (not x.size or _LEAST <= x.min() <= x.max() <= _MOST):

@@ -150,6 +150,7 @@ def rounded(x, dtype) -> jax.Array:
 
 
 @jax.custom_jvp
+@promotions()
 def plus(x, bias):
     """x + bias in x's dtype, or x; JAX would sum a bias' gradient in 16 bits, this in float32."""
     return x if bias is None else x + bias.astype(x.dtype)

@@ -33,8 +33,8 @@ class Packed:
             raise ValueError(f"packed has {len(self.parts)} parts, not {', '.join(names)}")
         if any(heads < 1 or width < 1 for heads, width in self.parts):
             raise ValueError(f"packed has parts {self.parts}: heads and width must be at least 1")
-        if self.array.ndim != 3:
-            raise ValueError(f"packed has an array {self.array.shape}, but needs (B, T, P)")
+        if len(shape := getattr(self.array, "shape", ())) != 3:
+            raise ValueError(f"packed has an array {shape}, but needs (B, T, P)")
         need = sum(heads * width for heads, width in self.parts)
         if self.array.shape[2] != need:
             terms = " + ".join(f"{heads} x {width}" for heads, width in self.parts)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations.activation import finished, gelu_reference
+from pallas_kernels.activations.activation import finished, gelu_reference, swiglu_reference
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms.norm import rsqrt
 from pallas_kernels.options import checked
@@ -82,7 +82,8 @@ def row_linear(
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support, and for a gradient.
     """
-    weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
+    weights = tuple(weights)
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
     _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
     options = dict(norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps)
     options |= dict(centered=centered, activation=activation, residual=residual)
@@ -204,7 +205,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     if activation == "gelu":
         ys = [gelu_reference(y) for y in ys]
     elif activation == "swiglu":
-        ys = [jax.nn.silu(ys[0]) * ys[1]]
+        ys = [swiglu_reference(*ys)]
     ys[0] = mosaic.plus(ys[0], residual)
     return tuple(y.astype(t) for y, t in zip(ys, _dtypes(given, weights, residual), strict=False))
 

@@ -17,11 +17,12 @@ from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
-from jaxllm.sharding import constrain, shardings
+from jaxllm.sharding import constrain, spec_of
 from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
+from jaxllm.weights.places import map_params
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights, text_folder
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
@@ -78,14 +79,13 @@ def load_model(
     packing = weights.packing if isinstance(weights, PackedWeights) else None
     model = nnx.eval_shape(lambda: create_packed(config, packing))
     graph, params = nnx.split(model, nnx.Param)
-    cast = _matrices(params) if packing is None else set()
 
-    def leaf(path, a, sharding):
-        dtype = config.compute_dtype if _name(path) in cast else a.dtype
-        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=sharding)
+    def held(_, p):
+        dtype = config.compute_dtype if packing is None and _is_matrix(p) else p.dtype
+        sharding = jax.NamedSharding(mesh, spec_of(p))
+        return jax.ShapeDtypeStruct(p.shape, dtype, sharding=sharding)
 
-    abstract = jax.tree.map_with_path(leaf, params, shardings(params, mesh))
-    return graph, load_params(weights, abstract)
+    return graph, load_params(weights, map_params(params, held))
 
 
 def block_size() -> int:
@@ -282,22 +282,22 @@ def in_compute_dtype(
     table: also the embedding, if it is the head; lookups take the one in `params`.
     consume: frees the matrices of `params` that are not in the result, one by one.
     """
-    dtype, linear = jnp.dtype(dtype), _matrices(params)
-    if jax.tree.leaves(nnx.filter_state(params, nnx.LoRAParam)):
-        linear = set()  # a layer with an adapter takes no transposed matrix, so a copy gains little
-    cast = {*linear, "embedding.wte"} if table and "head" not in params else linear
+    # A layer with an adapter takes no transposed matrix, so a copy gains little.
+    adapted = bool(jax.tree.leaves(nnx.filter_state(params, nnx.LoRAParam)))
+    also = "embedding.wte" if table and "head" not in params else None
 
-    def change(path, x):
-        name = _name(path)
-        transposes = name in linear and by_rows()
-        if not transposes and (name not in cast or x.dtype == dtype):
+    def change(name, p):
+        x, linear = p.get_value(), _is_matrix(p) and not adapted
+        transposes = linear and by_rows()
+        casts = (linear or name == also) and x.dtype != jnp.dtype(dtype)
+        if not (transposes or casts):
             return x
         new = _cast(x, transposes, dtype)
         if consume:
             x.delete()
         return new
 
-    return jax.tree.map_with_path(change, params)
+    return map_params(params, change)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -306,15 +306,9 @@ def _cast(x, transposes, dtype):
     return Transposed(x.T) if transposes else x
 
 
-def _matrices(params: nnx.State) -> set[str]:
-    """The dotted paths of Linear's matrices, which say whether training copies them."""
-    variables = nnx.to_flat_state(params)
-    return {".".join(map(str, p)) for p, v in variables if "copied" in v.get_metadata()}
-
-
-def _name(path) -> str:
-    """The dotted path of a parameter."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+def _is_matrix(p: nnx.Variable) -> bool:
+    """Whether it holds a plain matrix of Linear, which says whether training copies it."""
+    return "copied" in p.get_metadata() and hasattr(p.get_value(), "dtype")
 
 
 def by_rows() -> bool:

@@ -18,7 +18,7 @@ from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
 from jaxllm.terminal import progress_bar
@@ -139,6 +139,8 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             count += int((batch["labels"] != IGNORE).sum())
             done(first + size)
     loss = total / count
+    if not math.isfinite(loss):
+        raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = (
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import MeshConfig, round_up
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.infer.decode import WIDTHS, Openable, load_model, most_tokens
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
@@ -32,7 +32,7 @@ class Scorer:
 
         rows: (ids, number of last ids that are the end), with at least one id before the end.
         A row that is too long for the model loses its first ids; raises InputError if the end
-        itself is too long.
+        itself is too long, RunError for a score that is not finite.
         """
         most, longest = self.most, max((count for _, count in rows), default=0)
         if most is not None and longest > most:
@@ -57,6 +57,8 @@ class Scorer:
                     end = slice(len(ids) - 1 - count, len(ids) - 1)
                     labels[row, end] = ids[1:][end]
                 sums, likeliest = map(np.asarray, self._program(self.params, tokens, labels))
+                if not np.isfinite(sums).all():
+                    raise RunError("the model's logits are not finite: score another checkpoint")
                 for row, i in enumerate(part):
                     scores[i] = float(sums[row]), bool(likeliest[row])
                 done(first + self.size)

@@ -23,7 +23,7 @@ class Adapter(nnx.Module):
     def __init__(self, shape: tuple[int, int], axes: tuple, lora: Lora, *, rngs: nnx.Rngs):
         """axes: mesh axes of the adapted matrix as it is multiplied."""
         self.a = nnx.LoRAParam(draw(rngs.params(), (shape[0], lora.rank)), axes=(axes[0], None))
-        self.b = nnx.LoRAParam(jnp.zeros((lora.rank, shape[1])), axes=(None, axes[1]))
+        self.b = nnx.LoRAParam(jnp.zeros((lora.rank, shape[1]), jnp.float32), axes=(None, axes[1]))
         self.scale, self.dropout = lora.scale, lora.dropout
         key = jax.random.key_data(jax.random.key(0))  # its size depends on jax_default_prng_impl
         self.key = DropoutKey(key) if lora.dropout else None
@@ -46,7 +46,7 @@ class Adapter(nnx.Module):
 def draw(key: jax.Array, shape: tuple[int, int]) -> Float[Array, "in rank"]:
     """A of an adapter from U(-1/sqrt(in), 1/sqrt(in)), as by peft's Kaiming initialization."""
     reach = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, minval=-reach, maxval=reach)
+    return jax.random.uniform(key, shape, jnp.float32, minval=-reach, maxval=reach)
 
 
 def narrow_side_by_side(x: Float[Array, "... in"], adapters: list[Adapter]) -> jax.Array:

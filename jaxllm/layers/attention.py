@@ -73,7 +73,7 @@ class Attention(Layer):
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
-        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.rope_theta, self.rope_scaling, self.qk_norm = rope_theta, rope_scaling, qk_norm
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
     def __call__(
@@ -147,9 +147,8 @@ class Attention(Layer):
 
     def _normed(self, x, weight) -> jnp.ndarray:
         """The RMS norm of each head of x."""
-        eps = 0.0 if self.q_norm is None else self.q_norm.eps
-        # pyrefly: ignore[bad-return]
-        return rms_norm(x, weight, eps=eps, implementation=self.implementation)
+        # pyrefly: ignore[bad-argument-type, bad-return]
+        return rms_norm(x, weight, eps=self.qk_norm, implementation=self.implementation)
 
     def _attend(self, qkv, positions, segment_ids, norms):
         qkv = split_heads(qkv)  # of H + 2 K heads this device's
@@ -214,7 +213,7 @@ def _filled(k, v, cache):
     pad = lambda x: jnp.pad(x, room)
     if not cache.float8:
         return pad(k), pad(v)
-    seen = (jnp.arange(t) < cache.lengths[:, None])[:, :, None, None]
+    seen = (jnp.arange(t)[None] < cache.lengths[:, None])[:, :, None, None]
     (k, k_scale), (v, v_scale) = (_to_float8(x, seen) for x in (k, v))
     return pad(k), pad(v), k_scale, v_scale
 
@@ -228,7 +227,8 @@ def _to_float8(x, seen):
     """
     x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
     largest = jnp.max(jnp.abs(x), axis=(1, 3))
-    scale = jnp.where(largest > 0, largest, 28) / 28
+    # 1 also where a twenty-eighth might be subnormal, which a GPU and a CPU may take for 0.
+    scale = jnp.where(largest > 2.0**-100, largest, 28) / 28
     return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 
 

@@ -4,7 +4,6 @@ A weight holds a matrix W (in, out) and knows how to multiply: Dense, Float8, Tr
 """
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,8 +20,8 @@ from jaxllm.sharding import (
     PARTS,
     SHARDS,
     P,
+    axis_size,
     constrain,
-    context_size,
     normal,
     one_device,
     per_device,
@@ -126,9 +125,8 @@ class Float8(Dense):
 
         Inside `per_device` the scales are the whole arrays'.
         """
-        mesh = jax.sharding.get_abstract_mesh().shape
-        rows = x.size // x.shape[-1] // math.prod(mesh.get(axis, 1) for axis in PARTS)
-        return one_device() or (mesh["tensor"] == 1 and x.ndim == 3 and rows % TILE == 0)
+        rows = x.size // x.shape[-1] // axis_size(*PARTS)
+        return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +225,9 @@ class Linear(Layer):
         self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
-        self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
+        self.bias = (
+            nnx.Param(jnp.zeros(out_features, jnp.float32), axes=bias_axes) if bias else None
+        )
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8
         adapts = lora is not None and lora.adapts(name)
@@ -322,7 +322,7 @@ def fused_linear(
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
     """Concatenates the last axes, each device's part of all arrays together."""
-    parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * context_size()
+    parts = axis_size("tensor", "context")
     apart = [a.reshape(*a.shape[:-1], parts, -1) for a in arrays]
     return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
 

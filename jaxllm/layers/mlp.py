@@ -101,8 +101,7 @@ class MLP(_FeedForward):
             # The op adds the bias, because its backward pass yields the bias gradient for free.
             hidden = self.up(x, add_bias=False, norm=norm), self.up.bias[...]
             if self.up.fp8:
-                # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
-                # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+                # As in `_in_parts` of feed_forward.py: XLA would fuse what cuBLASLt refuses.
                 hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
         op = per_device(
             partial(gelu, implementation=self.implementation),

@@ -34,8 +34,8 @@ class Norm(Layer):
         dtype=None,
         implementation: Implementation | None = None,
     ):
-        self.weight = nnx.Param(jnp.ones(features), axes=())
-        self.bias = nnx.Param(jnp.zeros(features), axes=()) if self.centered else None
+        self.weight = nnx.Param(jnp.ones(features, jnp.float32), axes=())
+        self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if self.centered else None
         self.eps, self.dtype, self.implementation = eps, dtype, implementation
 
     @property
@@ -110,7 +110,7 @@ class HeadLayerNorm(Layer):
         implementation: Implementation | None = None,
     ):
         # Stored flat, because weight decay applies to every parameter with two axes.
-        self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
+        self.weight = nnx.Param(jnp.ones(heads * head_dim, jnp.float32), axes=("tensor",))
         self.shape = heads, head_dim
         self.eps, self.implementation = eps, implementation
 

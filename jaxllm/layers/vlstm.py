@@ -14,7 +14,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
-from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -54,9 +54,11 @@ class VLSTMLayer(Layer):
         # Initially the gates do not depend on the input: the input gates are almost closed, the
         # forget gates open with a range of time scales, the output gates half open.
         self.i = linear(d_model, n_heads, std=0.0, bias=True)
-        self.i.bias = nnx.Param(jnp.full(n_heads, -10.0), axes=("tensor",))
+        self.i.bias = nnx.Param(jnp.full(n_heads, -10.0, jnp.float32), axes=("tensor",))
         self.f = linear(d_model, n_heads, std=0.0, bias=True)
-        self.f.bias = nnx.Param(jnp.linspace(3.0, 6.0, n_heads), axes=("tensor",))
+        self.f.bias = nnx.Param(
+            jnp.linspace(3.0, 6.0, n_heads, dtype=jnp.float32), axes=("tensor",)
+        )
         self.o = linear(d_model, d_model, std=0.0)
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
@@ -78,7 +80,7 @@ class VLSTMLayer(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
-        joins = context_size() == 1
+        joins = axis_size("context") == 1
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
         gates = self._joint_gates(x_gates)
@@ -147,7 +149,7 @@ class VLSTMLayer(Layer):
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Padding must not change the state: its input gate is closed, its forget gate open.
-            inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
+            inside = (jnp.arange(q.shape[1])[None] < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             op = per_device(partial(self._mix, return_state=True), sequences, (HEADS, STATE))
             h, state = op(q, k, v, i, f)

@@ -18,7 +18,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.sharding import BATCH, PARTS, SHARDS, P, constrain, context_size, per_device, shardings
+from jaxllm.sharding import BATCH, PARTS, SHARDS, P, axis_size, constrain, per_device, shardings
 from pallas_kernels import ids, linear_cross_entropy
 from pallas_kernels.ids import Ids
 from pallas_kernels.mosaic import plus
@@ -46,10 +46,11 @@ class Stream(NamedTuple):
         return self.residual + plus(self.branch, self.bias).astype(self.residual.dtype)
 
     def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) for the sum s, in one pass."""
-        if self.branch is None:
-            return norm(self.residual), self.residual
-        return norm.add(self.branch, self.residual, self.bias)
+        """(norm(s), s) for the sum s, in one pass unless the branch is wider than the residual."""
+        s = self.residual
+        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype:
+            return norm(s := self.sum()), s
+        return norm.add(self.branch, s, self.bias)
 
 
 class Block(Layer):
@@ -201,7 +202,7 @@ class LanguageModel(Layer):
 
         caches: one per block, for generation.  positions, segment_ids: as in `hidden`.
         """
-        if caches is not None and context_size() > 1:
+        if caches is not None and axis_size("context") > 1:
             raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
         if caches is not None and segment_ids is not None:
             raise ValueError("segment_ids do not go with caches: pass one text a row")
@@ -252,14 +253,13 @@ class LanguageModel(Layer):
         else:
             embedded, (weight, total) = self.embedding(tokens, positions), head.held.operands()
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
-        shape = jax.sharding.get_abstract_mesh().shape
-        if shape.get("fsdp", 1) * context_size() > 1:
+        if axis_size(*SHARDS) > 1:
             # A cast before the gather halves its bytes; without the constraint XLA casts after it.
             axes = ("tensor", SHARDS) if head is None else (SHARDS, "tensor")
             weight = constrain(weight.astype(hidden.dtype), *axes)
         # The tensor axis shards the vocabulary, as it does the weight: the weight's gradient stays
         # on its device, and only the gradient of `hidden` moves.
-        tensor = "tensor" if shape.get("tensor", 1) > 1 else None
+        tensor = "tensor" if axis_size("tensor") > 1 else None
         part = P(BATCH, "context")
         loss = partial(
             linear_cross_entropy,
@@ -313,7 +313,7 @@ def _run_block(graph, remat, params, stream, *args):
 
     if remat != "none":
         run = jax.checkpoint(run, policy=_SAVED[remat])
-    if remat != "none" and context_size() > 1:
+    if remat != "none" and axis_size("context") > 1:
         params, stream = _with_gradients_in_order(params, stream)
     return run(params, stream, *args)
 

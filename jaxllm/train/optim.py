@@ -141,7 +141,7 @@ class Watch(NamedTuple):
 
 def new_watch() -> Watch:
     """The history before the first step."""
-    return Watch(jnp.full(WINDOW, jnp.inf), jnp.int32(0))
+    return Watch(jnp.full(WINDOW, jnp.inf, jnp.float32), jnp.int32(0))
 
 
 def check_update(

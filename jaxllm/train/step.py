@@ -133,7 +133,8 @@ class Trainer:
         keys = jax.random.split(jax.random.key(self.config.train.seed), len(leaves))
         # A comes before B, which begins as zero.
         drawn = [
-            jnp.zeros(p.shape) if i % 2 else draw(keys[i], p.shape) for i, p in enumerate(leaves)
+            jnp.zeros(p.shape, p.dtype) if i % 2 else draw(keys[i], p.shape)
+            for i, p in enumerate(leaves)
         ]
         return jax.tree.unflatten(structure, drawn)
 

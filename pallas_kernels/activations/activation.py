@@ -94,8 +94,10 @@ def gelu_reference(x, bias=None):
 def swiglu_reference(gate, up):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(gate.dtype)
-    y = jax.nn.silu(gate.astype(dtype)) * up.astype(dtype)
-    return y.astype(jnp.promote_types(gate.dtype, up.dtype))
+    g = gate.astype(dtype)
+    # Beyond 150 s has no slope, with which an overflow of dy up g would make dgate NaN.
+    s = jnp.where(jnp.abs(g) < 150, jax.nn.sigmoid(g), g > 0)
+    return (g * s * up.astype(dtype)).astype(jnp.promote_types(gate.dtype, up.dtype))
 
 
 def gelu_why_not(x, bias=None) -> str | None:

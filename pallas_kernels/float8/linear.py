@@ -76,11 +76,6 @@ def fp8_linear(
     return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm, total)
 
 
-def _with_casts(x, weight, bias, row_norm, total, *, kernel: bool):
-    warn_of_flags()
-    return _linear(x, weight, bias, row_norm, total, kernel)
-
-
 @functools.cache  # once
 def warn_of_flags() -> None:
     """Warns on a GPU if XLA will not find the fp8 matmuls."""
@@ -137,7 +132,8 @@ _round_gradient = with_gradient(
 )
 
 
-def _linear_forward(x, weight, bias, row_norm, total, kernel):
+def _linear_forward(x, weight, bias, row_norm, total, kernel: bool):
+    warn_of_flags()
     x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
     like = weight[:0], None if bias is None else bias[:0]
     y = mosaic.plus(times(x8, w8, x.dtype), bias)
@@ -215,6 +211,6 @@ _linear = with_gradient(_linear_forward, _linear_backward, nondiff_argnums=(5,))
 
 # The matmuls are XLA's in both.
 FORMS = (
-    Form("general", functools.partial(_with_casts, kernel=True), "sm_89", _kernels_why_not),
-    Form("xla", functools.partial(_with_casts, kernel=False)),
+    Form("general", lambda *arrays: _linear(*arrays, True), "sm_89", _kernels_why_not),
+    Form("xla", lambda *arrays: _linear(*arrays, False)),
 )

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm import intra
-from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
+from pallas_kernels.mlstm.intra import ChunkPlan, ChunkWorker, Inputs, sum_rows
 from pallas_kernels.mlstm.reference import narrow, saturated
 from pallas_kernels.mosaic import WGMMA
 
@@ -31,7 +31,7 @@ PREFIX = "general_"  # of the kernels' names
 SIZE = 64  # positions of a chunk, and edge of all tiles
 
 
-def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
+def prepared(s: ChunkPlan, inputs: Inputs, sms: int) -> tuple[ChunkPlan, Inputs]:
     del sms
     # Shared memory gets lines of float32.
     line = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], -1)
@@ -40,7 +40,7 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     return s._replace(rings_y=1), inputs._replace(states=states, vectors=vectors)
 
 
-def scratch(s: Schedule, vectors) -> dict:
+def scratch(s: ChunkPlan, vectors) -> dict:
     """Shared memory of a block, see the picture."""
     squares = lambda n: mosaic.tiled(n, SIZE, SIZE, dtype=s.dtype)
     lines = {name: plgpu.SMEM((x.shape[-1] // s.chunks,), x.dtype) for name, x in vectors.items()}
@@ -51,7 +51,7 @@ def scratch(s: Schedule, vectors) -> dict:
 # Load.
 
 
-def begin(w: Worker):
+def begin(w: ChunkWorker):
     """Loads what comes first."""
     s, smem, inputs = w.schedule, w.smem, w.inputs
     words = plgpu.Layout.WG_STRIDED((intra.ORDER,), vec_size=1)
@@ -67,7 +67,7 @@ def begin(w: Worker):
         load(w, jnp.int32(n))
 
 
-def load(w: Worker, n):
+def load(w: ChunkWorker, n):
     """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
     s, inputs, steps = w.schedule, w.inputs, len(w.schedule.order)
     word = w.smem.order[jnp.minimum(n, steps - 1)]
@@ -85,7 +85,7 @@ def load(w: Worker, n):
     lax.switch(kind, squares + [of_chunk(inputs.y)] * s.transposes_state)
 
 
-def square(w: Worker, n):
+def square(w: ChunkWorker, n):
     """The n-th square.  All threads have done then with the one before it."""
     slots = w.schedule.slots
     ampere.wait(slots - 2)
@@ -96,7 +96,7 @@ def square(w: Worker, n):
 # Multiply.
 
 
-def a_times(w: Worker, n, tile):
+def a_times(w: ChunkWorker, n, tile):
     turned = tile is None or w.schedule.transposes_state
     multiply = ampere.times_columns if turned else ampere.times_rows
 
@@ -107,7 +107,7 @@ def a_times(w: Worker, n, tile):
     return lax.fori_loop(0, w.schedule.parts, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
 
-def y_times_x(w: Worker, n):
+def y_times_x(w: ChunkWorker, n):
     def one(tile, acc):
         y = ampere.left(square(w, n + 2 * tile))
         return ampere.times_columns(acc, y, square(w, n + 2 * tile + 1))
@@ -115,17 +115,17 @@ def y_times_x(w: Worker, n):
     return lax.fori_loop(0, w.schedule.tiles, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
 
-def sums_with_y(w: Worker, z, tile, n):
+def sums_with_y(w: ChunkWorker, z, tile, n):
     return sum_rows(z * plgpu.load(square(w, n), layout=WGMMA).astype(jnp.float32))
 
 
-def left(w: Worker, weights):
+def left(w: ChunkWorker, weights):
     s = w.schedule
     weights = saturated(weights, s.dtype) if s.mode == "forward" else weights
     return ampere.as_left(weights, s.dtype)
 
 
-def finish(w: Worker, tile, start, weights, n):
+def finish(w: ChunkWorker, tile, start, weights, n):
     s, x = w.schedule, square(w, n)
     out = ampere.times_rows(start, weights, x)
     ampere.meet()  # all have read X, whose place the result takes
@@ -134,9 +134,9 @@ def finish(w: Worker, tile, start, weights, n):
     ampere.store_rows(x, w.out.array, w.b, w.out.tile(w.h, tile), w.row0, s.length)
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, /, **smem):
+def body(s: ChunkPlan, inputs: Inputs, out, stat_refs, /, **smem):
     smem = SimpleNamespace(**smem)
-    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, smem.a, vectors=smem.vectors)
+    w = ChunkWorker(s, inputs, inputs.joint or out, stat_refs, smem, smem.a, vectors=smem.vectors)
     w = w.at(lax.axis_index("block"))
     begin(w)
     intra.one_chunk(w, 0)

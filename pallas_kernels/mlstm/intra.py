@@ -14,9 +14,9 @@ else 0.  dq and dk also compute Y X^T (q k^T, transposed for dk), so that dh . h
 dP * P, which give the gates' gradients, use W before it is rounded.
 
 All operands but the vectors are loaded as squares of edge L; A stays in shared memory, the others
-pass through a ring in the order of `Schedule.order`.  Here are the modes, their vectors and the
+pass through a ring in the order of `ChunkPlan.order`.  Here are the modes, their vectors and the
 call; intra_chunk.py loads and multiplies on Hopper, general_outputs.py on every GPU since Ampere.
-Such a form is a module with functions of w, a Worker, and n, the number of a square in the ring:
+Such a form is a module with functions of w, a ChunkWorker, and n, a square's number in the ring:
 
     a_times(w, n, tile)                 A times the states of a tile, or for None A B^T
     y_times_x(w, n)                     Y X^T, from the last tile to the first
@@ -54,7 +54,7 @@ B, X, STATES, Y = range(4)  # kinds of squares
 ORDER = 128  # squares that the list in shared memory has room for
 
 
-class Schedule(NamedTuple):
+class ChunkPlan(NamedTuple):
     """The static arguments of a call and the split of its work."""
 
     form: ModuleType
@@ -124,10 +124,10 @@ class Inputs(NamedTuple):
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 
-class Worker(NamedTuple):
+class ChunkWorker(NamedTuple):
     """A warpgroup of a block, and its chunk of a sequence and head."""
 
-    schedule: Schedule
+    schedule: ChunkPlan
     inputs: Inputs
     out: Heads
     stat_refs: tuple
@@ -167,36 +167,36 @@ sum_rows = functools.partial(jnp.sum, axis=1)
 materialize = lax.optimization_barrier
 
 
-def broadcast_rows(w: Worker, vector):
+def broadcast_rows(w: ChunkWorker, vector):
     """Broadcasts one number for each row to a tile of W."""
     return mosaic.along(vector, (ROWS, w.schedule.size), 0)
 
 
-def load_rows(w: Worker, name):
+def load_rows(w: ChunkWorker, name):
     """Loads a vector at the warpgroup's rows."""
     return mosaic.read(w.vectors[name].at[w.mine], ROW)
 
 
-def load_columns(w: Worker, name, tile=0):
+def load_columns(w: ChunkWorker, name, tile=0):
     """Loads a vector at a tile's columns and broadcasts it to all rows."""
     size = w.schedule.size
     vector = mosaic.read(w.vectors[name].at[pl.ds(tile * size, size)], COL)
     return mosaic.along(vector, (ROWS, size), 1)
 
 
-def load_tile(w: Worker, name):
+def load_tile(w: ChunkWorker, name):
     """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
     if name in w.schedule.of_rows:
         return broadcast_rows(w, load_rows(w, name))
     return load_columns(w, name)
 
 
-def store_stats(w: Worker, *stats):
+def store_stats(w: ChunkWorker, *stats):
     for ref, value in zip(w.stat_refs, stats, strict=True):
         mosaic.store(ref.at[w.b, w.h, w.index, w.mine], value)
 
 
-def decays(w: Worker):
+def decays(w: ChunkWorker):
     """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
     s, start = w.schedule, w.index * w.schedule.size
     # Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
@@ -213,7 +213,7 @@ def decays(w: Worker):
 # Each mode has a function of the scores A B^T.  n is the next square.
 
 
-def forward(w: Worker, ab, n):
+def forward(w: ChunkWorker, ab, n):
     s = w.schedule
     # Weight the scores by their decays.
     weights, scale, norm = ab * decays(w), load_rows(w, "scale"), load_rows(w, "one")
@@ -235,11 +235,11 @@ def forward(w: Worker, ab, n):
     finish_all(w, s.form.left(w, weights * broadcast_rows(w, norm)), scale * norm, n)
 
 
-def backward_dv(w: Worker, ab, n):
+def backward_dv(w: ChunkWorker, ab, n):
     finish_all(w, w.schedule.form.left(w, ab * decays(w)), load_rows(w, "scale"), n)
 
 
-def finish_all(w: Worker, weights, scale, n):
+def finish_all(w: ChunkWorker, weights, scale, n):
     """Stores W X + scale * (A states)."""
     s = w.schedule
 
@@ -250,7 +250,7 @@ def finish_all(w: Worker, weights, scale, n):
         s.form.finish(w, tile, through, weights, step + s.parts)
 
 
-def backward_dk(w: Worker, ab, n):
+def backward_dk(w: ChunkWorker, ab, n):
     s = w.schedule
     # Weight the scores by their decays.
     weights = materialize((ab + load_tile(w, "shift")) * decays(w))
@@ -272,7 +272,7 @@ def backward_dk(w: Worker, ab, n):
     store_stats(w, inside, outside)
 
 
-def backward_dq(w: Worker, ab, n):
+def backward_dq(w: ChunkWorker, ab, n):
     """Computes dq.  W needs the shift, to which the state contributes."""
     s, on_hopper = w.schedule, w.ring is not None
     # Weight the scores by their decays.
@@ -300,7 +300,7 @@ def backward_dq(w: Worker, ab, n):
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
 
 
-def one_chunk(w: Worker, n):
+def one_chunk(w: ChunkWorker, n):
     """Computes a chunk, whose first square has the number n."""
     s = w.schedule
     MODES[s.mode](w, s.form.a_times(w, n, None), n + s.parts)
@@ -326,7 +326,7 @@ def chunk_outputs(
     """
     (batch, heads, chunks, size), length = vectors["row"].shape, a.array.shape[1]
     items = batch * heads * chunks
-    s = Schedule(
+    s = ChunkPlan(
         form, mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks,
         items, size, a.tiles, x.tiles, blocks=items, slots=3,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import intra
-from pallas_kernels.mlstm.intra import Inputs, Schedule, Worker, sum_rows
+from pallas_kernels.mlstm.intra import ChunkPlan, ChunkWorker, Inputs, sum_rows
 from pallas_kernels.mlstm.reference import narrow
 from pallas_kernels.mosaic import ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
@@ -38,7 +38,7 @@ SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
 TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
 
 
-def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
+def prepared(s: ChunkPlan, inputs: Inputs, sms: int) -> tuple[ChunkPlan, Inputs]:
     wgs, square = s.size // ROWS, s.size * s.size * s.dtype.itemsize
     slots = min(4, SMEM // square - s.parts - 1)
     # The tiles that dq keeps in registers leave no room for a third team.
@@ -48,7 +48,7 @@ def prepared(s: Schedule, inputs: Inputs, sms: int) -> tuple[Schedule, Inputs]:
     return s._replace(wgs=wgs, teams=teams, slots=slots, blocks=blocks), inputs
 
 
-def scratch(s: Schedule, vectors) -> dict:
+def scratch(s: ChunkPlan, vectors) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     buffer, threads = functools.partial(mosaic.tiled, dtype=s.dtype), s.teams * s.wgs
     return dict(
@@ -67,7 +67,7 @@ def scratch(s: Schedule, vectors) -> dict:
 # Load: the ring, A and Y.
 
 
-def load_square(w: Worker, n):
+def load_square(w: ChunkWorker, n):
     """Starts to load the square of step n, counted over all chunks of the team."""
     s, inputs = w.schedule, w.inputs
     turn, step = mosaic.divide(n, len(s.order))
@@ -87,13 +87,13 @@ def load_square(w: Worker, n):
     pl.when(c.item < s.items)(lambda: lax.switch(kind, copies))
 
 
-def release(w: Worker, n):
+def release(w: ChunkWorker, n):
     """Frees the slot of step n; after its last use a new square is loaded into it."""
     w.ring.release(n)
     w.ring.refill(n, functools.partial(load_square, w))
 
 
-def load_a(w: Worker):
+def load_a(w: ChunkWorker):
     @pl.when(w.item < w.schedule.items)
     def _():
         @pl.loop(0, w.schedule.parts)
@@ -102,13 +102,13 @@ def load_a(w: Worker):
             plgpu.copy_gmem_to_smem(source, into, w.smem.a_full.at[w.thread])
 
 
-def load_y(w: Worker, tile):
+def load_y(w: ChunkWorker, tile):
     """Loads a tile of Y into the buffer of the result."""
     source, into = rows_of(w, w.inputs.y, tile), w.smem.out.at[w.thread]
     plgpu.copy_gmem_to_smem(source, into, w.smem.y_full.at[w.thread])
 
 
-def rows_of(w: Worker, heads, tile):
+def rows_of(w: ChunkWorker, heads, tile):
     """The warpgroup's rows of a tile of A, Y or out."""
     return heads.at(w.b, pl.ds(w.row0, ROWS), w.h, tile)
 
@@ -116,13 +116,13 @@ def rows_of(w: Worker, heads, tile):
 # Multiply with the squares of the ring.
 
 
-def multiply(w: Worker, acc, left, n, transpose=False):
+def multiply(w: ChunkWorker, acc, left, n, transpose=False):
     """acc += left @ the square of step n."""
     square = w.smem.ring.at[w.ring.wait(n)]
     plgpu.wgmma(acc, left, square.transpose((1, 0)) if transpose else square)
 
 
-def a_times(w: Worker, n, tile):
+def a_times(w: ChunkWorker, n, tile):
     s, turned = w.schedule, w.schedule.transposes_state
     if tile is not None and turned:  # `y_times_x` has left the first tile of Y in its buffer
 
@@ -154,7 +154,7 @@ def a_times(w: Worker, n, tile):
     return result
 
 
-def y_times_x(w: Worker, n):
+def y_times_x(w: ChunkWorker, n):
     tiles, y = w.schedule.tiles, w.smem.out.at[w.thread]
 
     def run(acc):
@@ -175,7 +175,7 @@ def y_times_x(w: Worker, n):
     return pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
 
 
-def sums_with_y(w: Worker, z, tile, n):
+def sums_with_y(w: ChunkWorker, z, tile, n):
     pl.when(tile > 0)(lambda: plgpu.barrier_wait(w.smem.y_full.at[w.thread]))
     y = plgpu.load(w.smem.out.at[w.thread], layout=WGMMA).astype(jnp.float32)
     return sum_rows(z * y)
@@ -184,11 +184,11 @@ def sums_with_y(w: Worker, z, tile, n):
 # The epilogue adds W X to the part from the state, and stores the result tile by tile.
 
 
-def left(w: Worker, weights):
+def left(w: ChunkWorker, weights):
     return narrow(weights, w.schedule.dtype, w.schedule.mode == "forward")
 
 
-def finish(w: Worker, tile, start, weights, n):
+def finish(w: ChunkWorker, tile, start, weights, n):
     s, buffer = w.schedule, w.smem.out.at[w.thread]
 
     def run(acc):
@@ -208,7 +208,7 @@ def finish(w: Worker, tile, start, weights, n):
         plgpu.copy_smem_to_gmem(buffer, rows_of(w, w.out, tile))
 
 
-def one_chunk(w: Worker, carry):
+def one_chunk(w: ChunkWorker, carry):
     s = w.schedule
     item, n = carry
     # If all chunks use the same slots (steps is a multiple of slots), the compiler would otherwise
@@ -224,13 +224,13 @@ def one_chunk(w: Worker, carry):
     return item + s.blocks * s.teams, n + len(s.order)
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, /, **smem):
+def body(s: ChunkPlan, inputs: Inputs, out, stat_refs, /, **smem):
     smem, thread = SimpleNamespace(**smem), lax.axis_index("wg")
     team, wg = (thread, 0) if s.wgs == 1 else (0, thread)
     first = lax.axis_index("block") * s.teams + team
     ring = Ring(s.slots, smem.full, smem.free, team * s.slots, True, wg, s.wgs - 1)
     a = smem.a.at[thread]
-    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, a, wg, thread, first, ring)
+    w = ChunkWorker(s, inputs, inputs.joint or out, stat_refs, smem, a, wg, thread, first, ring)
 
     # Fill the ring.
     load_a(w.at(first))

@@ -124,38 +124,28 @@ def vlstm_step(
     return dispatch.run("vlstm_step", STEP, implementation, *arrays, **options)
 
 
-def _kernels(
+def _run(
     operands, i, f, norm_weight, *, form, initial_state, return_state, norm_eps, eps, chunk_size,
     implementation, **options,
 ):  # fmt: skip
-    """The op by the kernels of this form."""
-    of_norm = norm_weight, norm_eps, implementation
-    if norm_weight is not None and not return_state and initial_state is None:
-        if chunkwise.gated_fits(operands, *of_norm, form):
+    """The op by the kernels of a form, or for None by jnp; with a weight the norm as well."""
+    o = None
+    if norm_weight is not None:
+        alone = form is not None and not return_state and initial_state is None
+        if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation, form):
             arrays = operands, i, f, norm_weight
             return chunkwise.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
-    options |= dict(form=form, initial_state=initial_state)
-    return _before_norm(chunkwise.chunkwise, operands, i, f, *of_norm, return_state, options)
-
-
-def _in_jnp(
-    operands, i, f, norm_weight, *, return_state, norm_eps, implementation, **options
-):  # fmt: skip
-    cell = lambda x, *gates, **options: reference.chunkwise(*split(x), *gates, **options)
-    of_norm = norm_weight, norm_eps, implementation
-    return _before_norm(cell, operands, i, f, *of_norm, return_state, options)
-
-
-def _before_norm(cell, operands, i, f, weight, eps, implementation, return_state, options):
-    """The cell, and if there is a weight the norm by its own op."""
-    o = None
-    if weight is not None:
         *operands, o = operands.split()
-    result = cell(operands, i, f, return_state=return_state, **options)
-    if weight is None:
+    options |= dict(initial_state=initial_state, return_state=return_state)
+    if form is None:
+        options |= dict(eps=eps, chunk_size=chunk_size)
+        result = reference.chunkwise(*split(operands), i, f, **options)
+    else:
+        result = chunkwise.chunkwise(operands, i, f, form=form, **options)
+    if norm_weight is None:
         return result
     h, *state = result if return_state else (result,)
-    y = layer_norm(h, weight, gate=o, eps=eps, implementation=implementation)
+    y = layer_norm(h, norm_weight, gate=o, eps=norm_eps, implementation=implementation)
     return (y, *state) if return_state else y
 
 
@@ -193,9 +183,9 @@ def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
 
 
 FORMS = (
-    Form("hopper", functools.partial(_kernels, form=chunkwise.HOPPER), "sm_90a", why_not),
-    Form("general", functools.partial(_kernels, form=chunkwise.GENERAL), "sm_80", why_not),
-    Form("xla", _in_jnp),
+    Form("hopper", functools.partial(_run, form=chunkwise.HOPPER), "sm_90a", why_not),
+    Form("general", functools.partial(_run, form=chunkwise.GENERAL), "sm_80", why_not),
+    Form("xla", functools.partial(_run, form=None)),
 )
 STEP = (
     Form("general", step.advance, "sm_80", step.why_not, step.why_slower),

@@ -16,9 +16,9 @@ from tokenizers import models, processors
 import jaxllm
 from jaxllm import config as configs
 from jaxllm.data.shards import ShardWriter
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
-from jaxllm.infer import evaluate, generate
+from jaxllm.infer import decode, evaluate, generate, scoring
 from jaxllm.infer.decode import open_run
 from jaxllm.infer.scoring import Scorer
 from jaxllm.text import Tokenizer
@@ -64,7 +64,7 @@ def test_the_validation_data_may_be_the_only_data(runs, tmp_path, capsys):
     assert said[0] == said[1]
 
 
-def test_loss_of_short_texts(runs, tmp_path, capsys):
+def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
     """Windows of 32: a text of one partial window, of exactly one, and of two."""
     ids = Tokenizer(runs["gpt2"] / "tokenizer.json").encode((TEXTS / "text.txt").read_text("utf-8"))
 
@@ -90,6 +90,18 @@ def test_loss_of_short_texts(runs, tmp_path, capsys):
     np.testing.assert_allclose([one, 19 * short, 32 * window, 33 * more], expected, atol=2e-3)
     assert "has 1 tokens, fewer than the 2" in loss(1)
     assert loss(1).count("\n") == 1
+
+    def broken(*given):
+        graph, params = load_model(*given)
+        return graph, jax.tree.map(lambda x: x * math.nan, params)
+
+    load_model = decode.load_model
+    for module in (decode, scoring):
+        monkeypatch.setattr(module, "load_model", broken)
+    # Its perplexity was infinite, and answers were compared by NaN.
+    assert "error: the model's loss is nan: evaluate another checkpoint" in loss(2)
+    with pytest.raises(RunError, match="logits are not finite"):
+        Scorer(open_run(runs["gpt2"]), 4)([(ids[:2], 1)])
 
 
 def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):

@@ -18,6 +18,7 @@ from jaxllm.config.loading import sampling
 from jaxllm.errors import RunError
 from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
+from jaxllm.layers.attention import _to_float8
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
 from pallas_kernels import dispatch
@@ -97,6 +98,8 @@ def test_a_float8_cache_changes_little(name):
     assert [a.dtype for a in cache.arrays] == ["float8_e4m3fn"] * 2 + ["float32"] * 2
     error = float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2)))
     assert 0 < error < 2**-4  # of a number in float8 it is at most that
+    tiny_keys = jnp.full((1, 3, 1, 2), 1e-37)  # a scale was subnormal, taken for 0, and keys NaN
+    assert jnp.isfinite(_to_float8(tiny_keys, True)[0].astype(jnp.float32)).all()
     graph, params = nnx.split(model, nnx.Param)
     config = SampleConfig(tokens=TOKENS, temperature=0.0)
     tokens = list(decode.stream_tokens(graph, params, [[1, 2], [3]], config, float8_cache=True))

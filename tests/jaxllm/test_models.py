@@ -12,6 +12,7 @@ from kernel_checks import kernels_run_here
 from tiny_models import NEEDED, tiny
 
 from jaxllm.config import MODEL_CONFIGS, load
+from jaxllm.infer import decode
 from jaxllm.models import MODELS, create, flops_per_token
 from jaxllm.weights.places import named_params
 
@@ -300,3 +301,47 @@ def test_ids_of_any_integer_dtype(kind):
             assert model.loss(**jax.tree.map(jnp.asarray, narrow)) == expected
     far = inputs["segment_ids"] * 2**32 + 1  # int64 ids that are equal in 32 bits
     assert model.loss(**(inputs | dict(segment_ids=far))) == expected
+
+
+@all_models
+def test_parameters_and_results_have_their_dtypes_under_stricter_settings(kind):
+    """Under jax_enable_x64 all parameters were float64; adding a bias promoted ranks."""
+    config, tokens = tiny(kind), np.zeros((2, 8), np.int64)
+    graph, params = nnx.split(nnx.eval_shape(lambda: create(config)), nnx.Param)
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    prompts = like("int32", 2, 8), like("int32", 2), like("uint32", 2, 3)
+
+    def shapes():
+        jax.clear_caches()
+        decode._programs.cache_clear()
+        loss = lambda params: nnx.merge(graph, params).loss(tokens, tokens)
+        first, further = decode._programs(graph, 64, kind != "vlstm", 1.0, 3, 0.9)
+        token, arrays = jax.eval_shape(first, params, params, *prompts)
+        after = params, params, token, arrays, like("int32"), *prompts[1:]
+        results = jax.eval_shape(jax.value_and_grad(loss), params), jax.eval_shape(further, *after)
+        lora = dict(lora=dict(dropout=0.5)) if kind == "llama3" else {}
+        return nnx.eval_shape(lambda: nnx.state(create(tiny(kind, **lora)))), results
+
+    expected = shapes()
+    with jax.enable_x64(True):
+        assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
+
+
+@pytest.mark.parametrize(
+    ("compute", "residual"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_the_residual_stream_has_its_dtype(compute, residual):
+    """Beside float32 it became float32 after the first norm, unlike in generation."""
+    config = tiny("llama3", compute_dtype=compute, residual_dtype=residual)
+    graph, params = nnx.split(nnx.eval_shape(lambda: create(config)))
+
+    def run(params, tokens):
+        model = nnx.merge(graph, params)
+        walked = list(model.walk(model.embedding(tokens)))
+        return [stream.sum() for stream, _ in walked], walked[-1][0].normed(model.norm)
+
+    streams, (y, s) = jax.eval_shape(run, params, jnp.zeros((1, 8), jnp.int32))
+    assert {x.dtype for x in (*streams, s)} == {jnp.dtype(residual)}
+    assert y.dtype == compute

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 from eight_devices import BATCH, MESHES, SEQ, SHAPE, STEP_ROWS, WANTED, WIDTH
+from jax.sharding import AbstractMesh, AxisType
 from training_runs import devices_run
 
 from jaxllm.config import InputError, Llama3Config, MeshConfig, TrainConfig
-from jaxllm.sharding import check_batch, check_model, make_mesh, per_device
+from jaxllm.sharding import AXES, check_batch, check_model, make_mesh, per_device
 
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
 # loss, and one for each input of its matmuls (llama3: q, k and v; gate; up).  On GPUs XLA adds the
@@ -198,6 +199,16 @@ def test_a_batch_that_does_not_divide_is_refused():
     train = TrainConfig(steps=1, batch_size=12, seq_len=8, grad_accum=4)
     with pytest.raises(InputError, match=r"batch_size=12 is not a multiple of 2 devices"):
         check_batch(train, FourTensorDevices)
+
+
+@pytest.mark.parametrize(("axes", "kind"), [(AXES, "Explicit"), (("data",), "Auto")])
+def test_a_mesh_that_jax_makes_is_refused_with_the_fix(axes, kind):
+    """JAX's own has explicit axes by default, on which `shard_map` reshards nothing."""
+    sizes = (2, *[1] * (len(axes) - 1))
+    mesh = AbstractMesh(sizes, axes, axis_types=(AxisType[kind],) * len(axes))
+    line = rf"^the mesh has the axes {', '.join(axes)} \({kind}\), .* jaxllm.sharding.make_mesh$"
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=line):
+        per_device(lambda x: x, (), ())
 
 
 def test_without_a_mesh_an_op_is_not_wrapped():

@@ -59,6 +59,14 @@ def test_gradients_of_a_gelu_after_a_matmul(x):
     np.testing.assert_allclose(dx, float(x > 0), rtol=1e-2)
 
 
+@pytest.mark.parametrize("gate", [1e20, -1e20])
+def test_gradients_of_a_swiglu_of_large_products(gate):
+    """gate up was infinite, and infinity times the slope 0 of the sigmoid was NaN."""
+    run = lambda gate, up: ops.swiglu(gate, up, implementation="xla").sum()
+    dgate, dup = jax.grad(run, (0, 1))(jnp.full((1, 8), gate), jnp.full((1, 8), 1e20))
+    np.testing.assert_allclose([dgate, dup], np.full((2, 1, 8), 1e20 * (gate > 0)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("power", [-70, 125])
 @pytest.mark.parametrize(
     "options",

@@ -90,10 +90,12 @@ def test_segments_of_queries_and_keys_in_different_dtypes(dtypes):
             np.testing.assert_array_equal(mine[:, None] == theirs, same)
 
 
-def test_floats_are_refused():
+def test_floats_and_lists_are_refused():
     for convert in (ids.positions, ids.segments, lambda x: ids.labels(x, 0)):
         with pytest.raises(ValueError, match="is float32: cast it to an integer dtype"):
             convert(jnp.zeros((1, 3)))
+        with pytest.raises(ValueError, match=r"must be an array, not list: pass np.array\("):
+            convert([[0, 1, 2]])  # a layer's tokens: ended as list has no dtype
 
 
 # ---- the ops -----------------------------------------------------------------------------------

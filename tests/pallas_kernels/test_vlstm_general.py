@@ -140,7 +140,7 @@ def test_explain_lists_its_kernels():
 def test_the_largest_call_fits_the_smallest_gpus(mode):
     da, dx = (256, 512) if mode in ("forward", "dv") else (512, 256)
     sizes = 64, 1, 1, 1, 64, da // 64, dx // 64, 1
-    s = intra.Schedule(general_outputs, mode, True, True, BF16, *sizes, slots=3, rings_y=1)
+    s = intra.ChunkPlan(general_outputs, mode, True, True, BF16, *sizes, slots=3, rings_y=1)
     vector = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     vectors = dict.fromkeys((*s.of_rows, *s.of_columns), vector)
     vectors["along"] = jax.ShapeDtypeStruct((1, 1, 256), jnp.float32)
