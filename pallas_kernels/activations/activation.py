@@ -95,8 +95,9 @@ def swiglu_reference(gate, up):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(gate.dtype)
     g = gate.astype(dtype)
-    # Beyond 150 s has no slope, with which an overflow of dy up g would make dgate NaN.
-    s = jnp.where(jnp.abs(g) < 150, jax.nn.sigmoid(g), g > 0)
+    # Beyond 150 s has no slope, with which an overflow of dy up g would make dgate NaN.  dgate of
+    # an infinity is NaN, in the kernel as well.
+    s = jnp.where((jnp.abs(g) < 150) | jnp.isinf(g), jax.nn.sigmoid(g), g > 0)
     return (g * s * up.astype(dtype)).astype(jnp.promote_types(gate.dtype, up.dtype))
 
 

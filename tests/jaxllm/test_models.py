@@ -315,7 +315,7 @@ def test_parameters_and_results_have_their_dtypes_under_stricter_settings(kind):
         jax.clear_caches()
         decode._programs.cache_clear()
         loss = lambda params: nnx.merge(graph, params).loss(tokens, tokens)
-        first, further = decode._programs(graph, 64, kind != "vlstm", 1.0, 3, 0.9)
+        first, further = decode._programs(graph, 64, kind != "vlstm", 1.1, 1.0, 3, 0.9)
         token, arrays = jax.eval_shape(first, params, params, *prompts)
         after = params, params, token, arrays, like("int32"), *prompts[1:]
         results = jax.eval_shape(jax.value_and_grad(loss), params), jax.eval_shape(further, *after)
