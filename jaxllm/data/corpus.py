@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.data.cache import build_once, digest
-from jaxllm.data.shards import ShardWriter, check_shard
+from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
@@ -180,7 +180,7 @@ def cached_tokens(
         finally:
             for writer in writers.values():
                 writer.close()
-        sha256 = {path.name: check_shard(path, cache, size) for path in folder.glob("*.bin")}
+        sha256 = {writer.path.name: writer.sha256.hexdigest() for writer in writers.values()}
         write_json(folder / "counts.json", counts | {"sha256": sha256})
 
     return build_once(cache / f"tokens-{key[:16]}", build)

@@ -93,11 +93,13 @@ class ShardWriter:
     """Writes one shard; the file is a valid shard only after `close`.
 
     keep: tokens of an incomplete file to keep and append to.
+    sha256: of the tokens appended, as `check_shard` returns it.
     """
 
     def __init__(self, path: Path, vocab_size: int, *, keep: int = 0):
         self.path = path
         self.count = keep
+        self.sha256 = hashlib.sha256()
         self._magic = format_for(vocab_size)
         self._version, self._dtype, _ = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize
@@ -114,7 +116,9 @@ class ShardWriter:
                 f"more than {MAX_TOKENS} tokens do not fit into one token file: turn the text "
                 "into shards first (jaxllm data prepare)"
             )
-        self._file.write(ids.astype(self._dtype).tobytes())
+        tokens = ids.astype(self._dtype).tobytes()
+        self._file.write(tokens)
+        self.sha256.update(tokens)
         self.count += len(ids)
 
     def sync(self) -> None:
