@@ -58,7 +58,6 @@ def open_dataset(
             what += f", {len(train):,} training and {len(val):,} validation tokens"
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
-    order = dict(seq_len=seq_len, seed=seed, shuffle=config.shuffle, prefetch=config.prefetch)
     return Dataset(
         description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
@@ -67,7 +66,10 @@ def open_dataset(
         separator=separator,
         train=train,
         val=val,
-        **order,
+        seq_len=seq_len,
+        seed=seed,
+        shuffle=config.shuffle,
+        prefetch=config.prefetch,
     )
 
 

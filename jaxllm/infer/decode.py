@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
+from jaxllm.config.sections import Sampling
 from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
@@ -173,9 +174,9 @@ def stream_tokens(
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
     slots = padded(width + blocks * size)
-    penalty, min_p = getattr(config, "repetition_penalty", 1.0), getattr(config, "min_p", 0.0)
-    options = config.temperature, config.top_k, config.top_p, min_p
-    first, further = _programs(graph, slots, float8_cache, penalty, *options)
+    rule = Sampling(**config.model_dump())  # a run's `sample` lacks min_p and penalty
+    options = rule.temperature, rule.top_k, rule.top_p, rule.min_p
+    first, further = _programs(graph, slots, float8_cache, rule.repetition_penalty, *options)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

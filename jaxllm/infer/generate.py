@@ -63,7 +63,7 @@ def add_options(parser: Parser, tokens: int) -> None:
     parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
     for name in SETTINGS:
         field = SampleConfig.model_fields[name]
-        first = "the folder's, else " * (name != "seed")
+        first = "" if name == "seed" else "the folder's, else "
         said = f"{field.description} (default: {first}{field.default})"
         parser.add_argument(f"--{name}", type=type(field.default), help=said)
     parser.add_argument(

@@ -31,10 +31,8 @@ class Loaded(NamedTuple):
         their defaults are the folder's.
         """
         graph, params = nnx.split(self.model, nnx.Param)
-        ids, config = (
-            self.tokenizer.prompt(prompt),
-            sampling(**self.tokenizer.sampling[0] | options),
-        )
+        ids = self.tokenizer.prompt(prompt)
+        config = sampling(**self.tokenizer.sampling[0] | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)

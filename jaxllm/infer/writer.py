@@ -41,7 +41,7 @@ class Writer:
         self.speed = Speed(decode.block_size())
 
     def load(self) -> None:
-        """Loads the model, before the first text is written; says what stderr says of the text."""
+        """Loads the model, before the first text; prints to stderr how a text begins and ends."""
         with jax.set_mesh(self._mesh):
             self._graph, params = decode.load_model(self._weights, self._mesh)
             dtype = self._weights.config.compute_dtype

@@ -73,7 +73,7 @@ class Attention(Layer):
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
-        self.rope_theta, self.rope_scaling, self.qk_norm = rope_theta, rope_scaling, qk_norm
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
     def __call__(
@@ -147,8 +147,8 @@ class Attention(Layer):
 
     def _normed(self, x, weight) -> jnp.ndarray:
         """The RMS norm of each head of x."""
-        # pyrefly: ignore[bad-argument-type, bad-return]
-        return rms_norm(x, weight, eps=self.qk_norm, implementation=self.implementation)
+        # pyrefly: ignore[missing-attribute, bad-return]
+        return rms_norm(x, weight, eps=self.q_norm.eps, implementation=self.implementation)
 
     def _attend(self, qkv, positions, segment_ids, norms):
         qkv = split_heads(qkv)  # of H + 2 K heads this device's

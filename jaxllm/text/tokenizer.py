@@ -138,7 +138,7 @@ class Tokenizer:
         parts = {"applied": used, "not applied, remove them to silence this": rest}
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
         said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
-        return used, f"settings of {self.folder}, {'; '.join(said)}" * bool(said)
+        return used, f"settings of {self.folder}, {'; '.join(said)}" if said else ""
 
     def documents(self) -> str:
         """What stands around a document in training, in a line."""
