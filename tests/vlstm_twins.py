@@ -12,7 +12,7 @@ from kernel_checks import kernels_run_here, normal
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import reference
-from pallas_kernels.mlstm.heads import Heads
+from pallas_kernels.mlstm.states import Heads
 
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
 # Copies of the data, in a lowered program.

@@ -1,6 +1,6 @@
 """Rung 7: the kernel that ships, pallas_kernels/mlstm.
 
-Its two kernels are rung 6's: `states` (inter_chunk.py) walks, `chunk_outputs`
+Its two kernels are rung 6's: `states` (states.py) walks, `chunk_outputs`
 (intra.py, intra_chunk.py) makes h of all chunks.  It is faster by four ideas:
 
     spans       the walk of a long sequence is split into spans.  A first walk starts all of them

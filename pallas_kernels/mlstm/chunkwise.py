@@ -14,17 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.mlstm import (
-    general_outputs,
-    general_states,
-    inter_chunk,
-    intra,
-    intra_chunk,
-    reference,
-)
+from pallas_kernels.mlstm import general, intra, intra_chunk, reference, states
 from pallas_kernels.mlstm.gates import forget_gradient, gates
-from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.walk import states
+from pallas_kernels.mlstm.states import Heads
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
 from pallas_kernels.options import with_gradient
@@ -42,14 +34,14 @@ class CellForm(NamedTuple):
 
 # TMA copies groups of 8 rows into wgmma's layout.
 HOPPER = CellForm(
-    functools.partial(states, form=inter_chunk),
+    functools.partial(states.states, form=states.HOPPER),
     functools.partial(intra.chunk_outputs, form=intra_chunk),
     largest=128,
     rows=8,
 )
 GENERAL = CellForm(
-    functools.partial(states, form=general_states),
-    functools.partial(intra.chunk_outputs, form=general_outputs),
+    functools.partial(states.states, form=general.STATES),
+    functools.partial(intra.chunk_outputs, form=general),
     largest=64,
     rows=1,
 )
@@ -152,10 +144,12 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     have further columns.
     first: the initial (C, n), None for zero; last: the final one, if requested.
     """
-    states, outputs = call.form.states, call.form.chunk_outputs
+    outputs = call.form.chunk_outputs
     q, k, v = _heads(arrays, i.shape[2], call)
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
-    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
+    c, n, last, _ = call.form.states(
+        k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms
+    )
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)

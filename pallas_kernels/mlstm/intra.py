@@ -15,7 +15,7 @@ dP * P, which give the gates' gradients, use W before it is rounded.
 
 All operands but the vectors are loaded as squares of edge L; A stays in shared memory, the others
 pass through a ring in the order of `ChunkPlan.order`.  Here are the modes, their vectors and the
-call; intra_chunk.py loads and multiplies on Hopper, general_outputs.py on every GPU since Ampere.
+call; intra_chunk.py loads and multiplies on Hopper, general.py on every GPU since Ampere.
 Such a form is a module with functions of w, a ChunkWorker, and n, a square's number in the ring:
 
     a_times(w, n, tile)                 A times the states of a tile, or for None A B^T
@@ -37,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.heads import Heads
+from pallas_kernels.mlstm.states import Heads
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 Mode = Literal["forward", "dq", "dk", "dv"]

@@ -13,7 +13,7 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, explain, vlstm
-from pallas_kernels.mlstm import chunkwise, general_outputs, general_states, intra, walk
+from pallas_kernels.mlstm import chunkwise, general, intra, states
 
 BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
 KERNELS = ("general_vlstm_states", "general_vlstm_forward", *BACKWARD)
@@ -67,7 +67,7 @@ def test_extreme_gates_and_documents(dtype):
 @pytest.mark.parametrize(("reverse", "sms"), [(True, 2), slow(False, 2), slow(False, 1)])
 def test_states_of_several_tiles(reverse, sms, monkeypatch):
     """Two SMs walk five chunks in spans of 2, 2 and 1; one decay resets the state."""
-    monkeypatch.setattr(walk, "MIN_SPAN", 1)
+    monkeypatch.setattr(states, "MIN_SPAN", 1)
     x, y = normal(0, (1, 295, 1, 64), BF16), normal(1, (1, 295, 1, 64), BF16)
     if sms == 1:
         y = normal(1, (1, 295, 1, 128), BF16)
@@ -78,10 +78,10 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     other = normal(7, (1, 1, 5, 64, dy), BF16)
     x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
-    states = functools.partial(chunkwise.GENERAL.states, reverse=reverse, sms=sms)
-    assert_lowers(states, arguments, ("general_vlstm_states",))
+    walk = functools.partial(chunkwise.GENERAL.states, reverse=reverse, sms=sms)
+    assert_lowers(walk, arguments, ("general_vlstm_states",))
     with kernels_run_here():
-        *actual, dots = jax.block_until_ready(jax.jit(states)(*arguments))
+        *actual, dots = jax.block_until_ready(jax.jit(walk)(*arguments))
     *expected, sums = vlstm_twins.states(*arguments, reverse=reverse)
     leaves = zip(
         *map(jax.tree.leaves, ((actual, dots.sum(-2)), (expected, sums.sum(-2)))), strict=True
@@ -140,18 +140,18 @@ def test_explain_lists_its_kernels():
 def test_the_largest_call_fits_the_smallest_gpus(mode):
     da, dx = (256, 512) if mode in ("forward", "dv") else (512, 256)
     sizes = 64, 1, 1, 1, 64, da // 64, dx // 64, 1
-    s = intra.ChunkPlan(general_outputs, mode, True, True, BF16, *sizes, slots=3, rings_y=1)
+    s = intra.ChunkPlan(general, mode, True, True, BF16, *sizes, slots=3, rings_y=1)
     vector = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     vectors = dict.fromkeys((*s.of_rows, *s.of_columns), vector)
     vectors["along"] = jax.ShapeDtypeStruct((1, 1, 256), jnp.float32)
-    assert _bytes(general_outputs.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
+    assert _bytes(general.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
     assert len(s.order) <= intra.ORDER
     assert all(x < 256 for square in s.order for x in square)  # the columns may be more
 
 
 def test_two_walks_fit_an_a100():
-    s = walk.Walk(BF16, 64, 1, 1, 64, 8, 8, 1, 1, 1, 1, True, False)
-    assert _bytes(general_states.scratch(s, True)) <= 163 * 1024 // 2 - 1024
+    s = states.Walk(BF16, 64, 1, 1, 64, 8, 8, 1, 1, 1, 1, True, False)
+    assert _bytes(general.states_scratch(s, True)) <= 163 * 1024 // 2 - 1024
 
 
 def _bytes(scratch):

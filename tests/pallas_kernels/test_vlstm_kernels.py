@@ -14,7 +14,7 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, vlstm
-from pallas_kernels.mlstm import chunkwise, intra_chunk, walk
+from pallas_kernels.mlstm import chunkwise, intra_chunk, states
 
 KERNELS = (
     "vlstm_states", "vlstm_forward", *(f"vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
@@ -103,7 +103,7 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
 
 
 def test_spans_fill_idle_sms_only():
-    spans = functools.partial(walk.spans, at_once=132)
+    spans = functools.partial(states.spans, at_once=132)
     assert spans(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
     assert spans(45, 512) == 1  # a second walk costs what two spans save
     assert spans(8, 23) == 1  # for so few chunks one walk is faster
@@ -113,8 +113,8 @@ def test_spans_fill_idle_sms_only():
 @pytest.mark.parametrize("reverse", [slow(False), True])
 def test_chunks_walked_in_spans(reverse, monkeypatch):
     """Five chunks form spans of 2, 2 and 1; one decay resets the state."""
-    monkeypatch.setattr(walk, "MIN_SPAN", 1)
-    assert walk.spans(1, 5, 4) == 3
+    monkeypatch.setattr(states, "MIN_SPAN", 1)
+    assert states.spans(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
@@ -122,10 +122,10 @@ def test_chunks_walked_in_spans(reverse, monkeypatch):
     other = normal(7, (1, 1, 5, 64, 64), BF16)
     x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
-    states = functools.partial(chunkwise.HOPPER.states, reverse=reverse, sms=2)
-    assert_lowers(states, arguments, ("vlstm_states",))
+    walk = functools.partial(chunkwise.HOPPER.states, reverse=reverse, sms=2)
+    assert_lowers(walk, arguments, ("vlstm_states",))
     with kernels_run_here():
-        actual = jax.block_until_ready(jax.jit(states)(*arguments))
+        actual = jax.block_until_ready(jax.jit(walk)(*arguments))
     expected = vlstm_twins.states(*arguments, reverse=reverse)
     leaves = zip(*(jax.tree.leaves(z) for z in (actual, expected)), strict=True)
     for name, (a, e) in zip(("S", "s", "last S", "last s", "dots"), leaves, strict=True):

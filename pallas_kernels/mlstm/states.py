@@ -3,17 +3,28 @@
     S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
 
 The kernel writes S and s as they are before each chunk.  (X, Y) = (k, v) gives C and n; (q, dh),
-backward in time, gives dC and dn.  Here are the call, its work and what both forms share;
-inter_chunk.py has the form for Hopper, general_states.py the one for every GPU since Ampere.
+backward in time, gives dC and dn.  Here are the call, its work and the form for Hopper; general.py
+has the one for every GPU since Ampere.
 
 The recurrence is serial.  If batch, heads and tiles would leave SMs idle, the chunks are split into
 spans: a first walk starts all spans from zero at once and finds what each adds to the state;
 `join_spans` carries the state over the spans; a second walk starts each span from that state.
+
+On Hopper a block has an L x L tile of S, in registers; for L = 128 two warpgroups of 64 rows each:
+
+    X: L positions x 64     --TMA->  x[2][warpgroup]  --weight *-->  scaled[warpgroup]
+    Y: L positions x L      --TMA->  y[2]                                   |
+    weight, vector          --TMA->  vectors[2]               acc <- decay acc + scaled^T Y
+                                        ^     |                             |
+          the last warpgroup loads      |     | full[2]                     v
+          two chunks ahead              +-----+------- free[2] --- out[warpgroup] --TMA-> S
 """
 
 import functools
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +33,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mosaic import ROWS, WGMMA
+from pallas_kernels.mlstm.reference import narrow
+from pallas_kernels.mosaic import ROW, ROWS, WGMMA
+from pallas_kernels.pipeline import Ring
 
 MIN_SPAN = 8  # chunks in a span; with fewer, two walks take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one width, side by side in an array whose columns are cut into tiles of L.
+
+    Other columns may stand beside them: q, k and v may be parts of the same array.
+    """
+
+    array: Any  # (B,T,tiles,L), or a reference to it
+    tiles: int = field(metadata=dict(static=True))  # across a head
+    first: int = field(metadata=dict(static=True))  # tile of the array
+
+    @classmethod
+    def of(cls, x: jax.Array, width: int, size: int, start: int = 0) -> Self:
+        """Heads of `width` columns, from column `start` of x on, in tiles of `size` columns.
+
+        x: (B,T,NH,D) or (B,T,P); it is not copied.
+        """
+        return cls(x.reshape(*x.shape[:2], -1, size), width // size, start // size)
+
+    def tile(self, head, n):
+        """The array's tile that is the n-th of a head."""
+        return head * self.tiles + n + self.first
+
+    def at(self, batch, rows, head, n):
+        """A reference to some rows of the n-th tile of a head."""
+        return self.array.at[batch, rows, self.tile(head, n)]
 
 
 class Walk(NamedTuple):
@@ -153,6 +195,16 @@ class Walker(NamedTuple):
             pl.when(self.y_tile == 0)(s_last)
 
 
+class StatesForm(NamedTuple):
+    """The kernel, in one of its forms."""
+
+    prefix: str  # of its name
+    scratch: Callable  # of a Walk, and whether there is an `other`
+    body: Callable
+    # Arrays as it wants them, and the types of its results.
+    prepared: Callable = lambda s, inputs, out_types: (inputs, out_types)
+
+
 def spans(blocks: int, chunks: int, at_once: int) -> int:
     """The number of spans; 1 unless splitting saves more than the first walk costs."""
     most = min(at_once // blocks, chunks // MIN_SPAN)
@@ -162,7 +214,7 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
 @functools.partial(jax.jit, static_argnames=("form", "reverse", "last", "sms"))
 def states(
     x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    form: ModuleType, reverse=False, last=True, sms: int,
+    form: StatesForm, reverse=False, last=True, sms: int,
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -198,7 +250,7 @@ def states(
     return out.before, out.s_before, end, out.dots
 
 
-def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
+def _kernel(s: Walk, inputs: WalkInputs, form: StatesForm) -> WalkOutputs:
     batch, with_other = inputs.decay.shape[0], inputs.other is not None
     shape = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), dtype)
     of_head, dx, dy = functools.partial(shape, jnp.float32), s.x_tiles * s.size, s.y_tiles * s.size
@@ -212,7 +264,7 @@ def _kernel(s: Walk, inputs: WalkInputs, form: ModuleType) -> WalkOutputs:
     inputs, made = form.prepared(s, inputs, out_types)
     (out,) = mosaic.kernel(
         functools.partial(form.body, s),
-        name=f"{form.PREFIX}vlstm_states",
+        name=f"{form.prefix}vlstm_states",
         out_type=(made,),
         scratch_types=form.scratch(s, with_other),
         **mosaic.grid(block=batch * s.heads * s.walked * s.x_tiles * s.y_tiles),
@@ -234,11 +286,8 @@ def join_spans(decay, ends, first, parts, reverse):
     span = mosaic.cdiv(chunks, parts)
     decay = decay[:, :, ::-1] if reverse else decay
     decay = decay[:, :, : (parts - 1) * span].reshape(*pairs, 1, 1, parts - 1, span)
-    n, j, spanned = (
-        jnp.arange(parts)[:, None, None],
-        jnp.arange(parts)[:, None],
-        jnp.arange(parts - 1),
-    )
+    part = jnp.arange(parts)
+    n, j, spanned = part[:, None, None], part[:, None], part[:-1]
     crossed = jnp.where((j <= spanned) & (spanned < n), jnp.prod(decay, -1), 1)
     weights = jnp.where(j[:, 0] <= n[:, 0], jnp.prod(crossed, -1), 0)  # (B,H,n,j)
     sums = functools.partial(jnp.einsum, "bhnj,bhj...->bhn...", precision="highest")
@@ -248,3 +297,138 @@ def join_spans(decay, ends, first, parts, reverse):
     return tuple(
         x + sums(weights[..., :1], z[:, :, None]) for x, z in zip(joined, first, strict=True)
     )
+
+
+# ---- Hopper ----------------------------------------------------------------------------------
+
+
+def scratch(s: Walk, with_other: bool) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    buffer = functools.partial(mosaic.tiled, dtype=s.dtype)
+    return dict(
+        x=buffer(STAGES, s.wgs, s.size, ROWS),
+        y=buffer(STAGES, s.size, s.size),
+        vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),  # weight, vector
+        scaled=buffer(s.wgs, s.size, ROWS),  # weight * X
+        out=buffer(s.wgs, ROWS, s.size),
+        full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs + 3),
+        free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs),
+        other=buffer(s.wgs, ROWS, s.size) if with_other else None,
+        other_full=plgpu.Barrier(num_barriers=s.wgs) if with_other else None,
+    )
+
+
+def body(s: Walk, inputs: WalkInputs, outputs, /, **smem):
+    smem, wg = SimpleNamespace(**smem), lax.axis_index("wg")
+    # The last warpgroup loads what all read; each loads its own columns of X.
+    ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
+    w = Walker.of(s, inputs, outputs, smem, wg, ring)
+
+    # Load the first chunks.
+    pl.loop(0, STAGES)(functools.partial(_load_x, w))
+    pl.when(w.wg == s.wgs - 1)(lambda: pl.loop(0, STAGES)(functools.partial(_load_common, w)))
+
+    # Walk along the span.
+    acc = plgpu.ACC((ROWS, s.size), jnp.float32)
+    sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
+
+    w.store_end(state, sums)
+    plgpu.wait_smem_to_gmem(0)
+
+
+# Load.
+
+
+def _load_x(w: Walker, n):
+    """Loads the warpgroup's own columns of step n's X."""
+    size = w.schedule.size
+
+    @pl.when(n < w.steps)
+    def _():
+        x = w.inputs.x.at(w.b, pl.ds(w.chunk(n) * size, size), w.h, w.x_tile)
+        w.ring.send(n, x.at[:, pl.ds(w.wg * ROWS, ROWS)], w.smem.x, w.wg)
+
+
+def _load_common(w: Walker, n):
+    """Loads what all warpgroups read in step n; the last warpgroup calls it."""
+    size, chunk = w.schedule.size, w.chunk(n)
+
+    @pl.when(n < w.steps)
+    def _():
+        y = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
+        w.ring.send(n, y, w.smem.y)
+        for place, ref in enumerate((w.inputs.weight, w.inputs.vector)):
+            w.ring.send(n, ref.at[w.b, w.h, chunk], w.smem.vectors, place)
+
+
+def _load_other(w: Walker, n):
+    source = w.inputs.other.at[w.b, w.h, w.chunk(n), *w.here]
+    plgpu.copy_gmem_to_smem(source, w.smem.other.at[w.wg], w.smem.other_full.at[w.wg])
+
+
+# Walk.
+
+
+def _along_chunks(w: Walker, acc):
+    """Walks along the span's chunks; returns the final (s, S)."""
+    acc[...], sums = w.first(TRANSPOSED.reduce(1))
+    if w.inputs.other is not None:
+        _load_other(w, 0)
+    _, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w, acc), (w.decay(0), sums))
+    return sums, acc[...]
+
+
+def _step(w: Walker, acc, n, carry):
+    decay, sums = carry
+    smem, stage = w.smem, w.ring.slot(n)
+    ahead = w.decay(n + 1)
+    # Store the state before the chunk.
+    state = acc[...]
+    if w.outputs.before is not None:
+        _store_state(w, n, state, sums)
+    if w.inputs.other is not None:
+        _multiply_other(w, n, state)
+    # Decay the state.
+    acc[...] = state * decay
+    pl.when(n > 0)(lambda: w.ring.refill(n - 1, functools.partial(_load_common, w)))
+    # Load X and scale it.
+    w.ring.wait(n)
+    weight = mosaic.read(smem.vectors.at[stage, 0], ROW)
+    x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
+    smem.scaled[w.wg] = (x * mosaic.along(weight, x.shape, 0)).astype(w.schedule.dtype)
+    plgpu.commit_smem()
+    # Accumulate.
+    plgpu.wgmma(acc, smem.scaled.at[w.wg].transpose((1, 0)), smem.y.at[stage])
+    sums = lax.cond(w.y_tile == 0, lambda: sums * decay + _sum_columns(w, stage), lambda: sums)
+    plgpu.commit_smem()  # waits until all four warps have read x and its vectors
+    _load_x(w, n + STAGES)
+    plgpu.wgmma_wait(0)
+    w.ring.release(n)
+    return ahead, sums
+
+
+def _store_state(w: Walker, n, state, sums):
+    out = w.smem.out
+    plgpu.wait_smem_to_gmem(0)  # the copy of the state before must have read the buffer
+    out[w.wg] = narrow(state, w.schedule.dtype, not w.schedule.reverse)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, w.chunk(n), *w.here])
+    w.store_before(n, sums)
+
+
+def _multiply_other(w: Walker, n, state):
+    plgpu.barrier_wait(w.smem.other_full.at[w.wg])
+    w.multiply_other(n, state, w.smem.other.at[w.wg])
+    plgpu.commit_smem()
+    pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
+
+
+def _sum_columns(w: Walker, stage):
+    # Read X again, transposed: a column's sum is then in 4 lanes and not in all warps.
+    square = w.smem.x.at[stage, w.wg].transpose((1, 0))
+    x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)
+    vector = mosaic.read(w.smem.vectors.at[stage, 1], TRANSPOSED.reduce(0))
+    return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
+
+
+HOPPER = StatesForm("", scratch, body)
