@@ -240,18 +240,6 @@ def grid(**axes: int) -> dict:
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
 
 
-def share_blocks(block, counts, runs) -> None:
-    """Inside a kernel: runs[i](n) for the n-th of counts[i] blocks, where `block` is that block."""
-    start = 0
-    for count, run in zip(counts, runs, strict=True):
-        mine = functools.partial(run, block - start)
-        if len(counts) == 1:
-            mine()
-        else:
-            pl.when((block >= start) & (block < start + count))(mine)
-        start += count
-
-
 def stat_dtype(dtype) -> jnp.dtype:
     """The dtype of statistics and sums: float32, or float64 for float64 data (in tests).
 

@@ -261,29 +261,21 @@ def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Sing
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
 def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
     p = plan(x.size, [len(w) for w in weights], weights[0].dtype, eps, centered, activation)
-    dtypes = _dtypes(x, weights, residual)
     # The parts: matrices of the same rows, whose result is one array.
-    parts = [weights] if activation == "swiglu" else [(w,) for w in weights]
-    blocks = [len(part[0]) // p.lines for part in parts]
+    pairs = list(zip(weights, biases, strict=True))
+    parts = [pairs] if activation == "swiglu" else [[pair] for pair in pairs]
+    rows, dtypes = [len(part[0][0]) for part in parts], _dtypes(x, weights, residual)
+    types = [jax.ShapeDtypeStruct((n,), t) for n, t in zip(rows, dtypes, strict=False)]
     scratch = dict(
         sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
         bar=plgpu.Barrier(num_arrivals=p.wgs),
     )
     return tuple(
-        mosaic.kernel(
-            functools.partial(_body, p, blocks),
-            name="row_linear",
-            out_type=[
-                jax.ShapeDtypeStruct(part[0].shape[:1], t)
-                for part, t in zip(parts, dtypes, strict=False)
-            ],
-            scratch_types=scratch if p.wgs > 1 else {},
-            **mosaic.grid(n=sum(blocks)),
-            num_threads=p.wgs,
-            # A row is in one warp, so its sum needs no shared memory.
-            compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-        )(x, parts, [biases] if activation == "swiglu" else [(b,) for b in biases], norm, residual)
-    )
+        gemv.launch(
+            "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
+            [n // p.lines for n in rows], types, x, parts, norm, residual,
+        )
+    )  # fmt: skip
 
 
 def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual):
@@ -292,16 +284,9 @@ def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual
     return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
-def _body(p: SingleRowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
-    runs = [
-        functools.partial(_part, p, x, weights, own, norm, residual, out, **smem)
-        for weights, own, out in zip(parts, biases, outs, strict=True)
-    ]
-    mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
-
-
-def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **smem):
+def _part(p: SingleRowPlan, refs: gemv.RowRefs, n):
     """Block n of a part."""
+    weights, biases = zip(*refs.weights, strict=True)
     first = n * p.lines
     wg = lax.axis_index("wg")
     columns = pl.ds(wg * p.share, p.share)
@@ -309,18 +294,18 @@ def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **sm
     by_row = lambda ref: [None if ref is None else mosaic.load(ref.at[r], _BY_ROW) for r in at]
     # These are the first instructions, so that the bytes arrive while x is normalised.
     tiles = [[mosaic.read(ref.at[rows, columns], _LAYOUT) for ref in weights] for rows in at]
-    others = [by_row(ref) for ref in (residual, *biases)]
-    x = _normed(p, x_ref, norm, columns)
+    others = [by_row(ref) for ref in (refs.residual, *biases)]
+    x = _normed(p, refs.x, refs.norm, columns)
     sums = [[jnp.sum(w.astype(jnp.float32) * x, axis=1) for w in tile] for tile in tiles]
 
     def finish(sums):
         for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
-            mosaic.store(out.at[rows], finished(p.activation, ys, biases, residual))
+            mosaic.store(refs.out.at[rows], finished(p.activation, ys, biases, residual))
 
     if p.wgs == 1:
         finish(sums)
         return
-    sums_smem, bar = smem.values()
+    sums_smem, bar = refs.smem.values()
     places = [(i, j) for i in range(p.rows) for j in range(len(weights))]
     for i, j in places:
         mosaic.store(sums_smem.at[wg, i, j], sums[i][j])
