@@ -1,4 +1,8 @@
-"""Mosaic GPU kernels for training language models, each with a jnp reference."""
+"""Mosaic GPU kernels for training language models, each with a jnp reference.
+
+An op raises ValueError, in one line, for arguments that do not fit each other, and under
+implementation="mosaic" NotImplementedError for a call that none of its kernels supports.
+"""
 # ruff: noqa: F403, F405
 
 from typing import TYPE_CHECKING

@@ -53,8 +53,7 @@ def encoder(
     to the result's dtype.  Tables of fewer than 128 columns are copied.
     tokens: clipped to the vocabulary (the data loader rejects others).
     The gradients have the tables' dtypes.  They are summed in float32, with the same bits in every
-    run.  Raises ValueError for tokens and tables that do not fit, NotImplementedError under
-    implementation="mosaic" for a call that the kernel does not support.
+    run.
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
     mosaic.check_axes("B T", tokens=tokens)
@@ -63,14 +62,9 @@ def encoder(
     if not wte.shape[0]:
         raise ValueError(f"wte has shape {wte.shape}, but the vocabulary needs at least 1 row")
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
-        raise ValueError(
-            f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}; they must be equal"
-        )
+        raise ValueError(f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}")
     if wpe is not None and tokens.shape[1] > wpe.shape[0]:
-        raise ValueError(
-            f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
-            " sequence or enlarge wpe"
-        )
+        raise ValueError(f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe")
     return dispatch.run("encoder", FORMS, implementation, tokens, wte, wpe, dtype=dtype)
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,44 @@ def grid(**axes: int) -> dict:
     long = [name for name, blocks in axes.items() if blocks > 65_535]
     names = sorted(axes, key=lambda name: name in long)  # stable, so short axes keep their order
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
+
+
+class PartRefs(NamedTuple):
+    """The references of a part: the weights that make one result, with their biases."""
+
+    x: Any
+    weights: list
+    norm: Any
+    residual: Any
+    out: Any
+    smem: dict
+
+
+def launch_parts(name: str, run, wgs: int, scratch: dict, blocks: list[int], types, *arrays):
+    """A kernel for one row x and several weights; run(PartRefs, n) computes block n of a part.
+
+    blocks, types: of each part and its result.  arrays: x, the parts' weights, norm and residual.
+    """
+
+    def body(x, parts, norm, residual, *outs, **smem):
+        block, start = lax.axis_index("n"), 0
+        for weights, out, count in zip(parts, outs, blocks, strict=True):
+            refs = PartRefs(x, weights, norm, residual, out, smem)
+            mine = functools.partial(run, refs, block - start)
+            inside = (block >= start) & (block < start + count)
+            mine() if len(blocks) == 1 else pl.when(inside)(mine)
+            start += count
+
+    return kernel(
+        body,
+        name=name,
+        out_type=types,
+        scratch_types=scratch,
+        **grid(n=sum(blocks)),
+        num_threads=wgs,
+        # The sum of a warp needs no shared memory.
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+    )(*arrays)
 
 
 def stat_dtype(dtype) -> jnp.dtype:

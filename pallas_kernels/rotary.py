@@ -71,8 +71,6 @@ def rope(
     theta: base of the frequencies.  scaling: scales them, if given.
     layout: how pairs are stored, "half" or "interleaved".
     The results have the inputs' dtypes.
-    Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
-    under implementation="mosaic" for dtypes other than fp32, bf16 and fp16, and for "interleaved".
     """
     operands = operands_of(q, dict(k=k), "qkv")
     of_q, of_k, *_ = shapes(operands)

@@ -79,8 +79,6 @@ def row_linear(
 
     Norm, sums, bias and activation are in float32, and are rounded once; with packed weights
     norm(x) is rounded to x's dtype, too.  The kernel has no gradient.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that the kernel does not support, and for a gradient.
     """
     weights = tuple(weights)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
@@ -271,7 +269,7 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
         bar=plgpu.Barrier(num_arrivals=p.wgs),
     )
     return tuple(
-        gemv.launch(
+        mosaic.launch_parts(
             "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
             [n // p.lines for n in rows], types, x, parts, norm, residual,
         )
@@ -284,7 +282,7 @@ def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual
     return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
-def _part(p: SingleRowPlan, refs: gemv.RowRefs, n):
+def _part(p: SingleRowPlan, refs: mosaic.PartRefs, n):
     """Block n of a part."""
     weights, biases = zip(*refs.weights, strict=True)
     first = n * p.lines

@@ -56,8 +56,6 @@ def gelu(
     """GELU(x + bias) (tanh form, Hendrycks and Gimpel 2016); computed in float32, in x's dtype.
 
     x + bias is rounded to x's dtype.  The gradient of the bias is summed in float32.
-    Raises ValueError for a bias of another width than x, NotImplementedError under
-    implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {bias.shape}, not {x.shape[-1:]}, x's last axis")
@@ -74,8 +72,6 @@ def swiglu(
     """silu(gate) up (Shazeer 2020); computed in float32, returned in the inputs' dtype.
 
     Inputs of different dtypes run on XLA, and the result has the wider one.
-    Raises ValueError if the shapes differ, NotImplementedError under implementation="mosaic" for
-    dtypes that differ or are not fp32, bf16 or fp16.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape} but up has {up.shape}; they must be equal")

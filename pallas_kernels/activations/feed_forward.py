@@ -41,16 +41,8 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import activation, matmul_epilogue
 from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
-from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import (
-    TILE,
-    cast,
-    cast_results,
-    known_norm,
-    maxima,
-    named,
-    norms,
-)
+from pallas_kernels.float8 import linear, quantize
+from pallas_kernels.float8.quantize import cast, cast_results, norms
 from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed
@@ -85,8 +77,6 @@ def mlp(
     fp8_linear.  fp8 is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false;
     an infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
     row_norm, one in x makes at least its row NaN.
-    Raises ValueError for shapes that do not fit, NotImplementedError under
-    implementation="mosaic" for a call that no kernel supports.
     """
     arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
     _check(*arrays)
@@ -191,14 +181,14 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
         return "without a gate the kernel needs a bias"
     return (
         mosaic.mixed_dtypes(x=x, up=up, down=down, gate=gate)
-        or mosaic.not_a_multiple(TILE, rows=rows, C=c, F=f)
+        or mosaic.not_a_multiple(quantize.TILE, rows=rows, C=c, F=f)
         or mosaic.unsupported_dtype(x=x)
     )
 
 
 def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     linear.warn_of_flags()
-    rows, row_norm = x.reshape(-1, x.shape[-1]), known_norm(row_norm)
+    rows, row_norm = x.reshape(-1, x.shape[-1]), quantize.known_norm(row_norm)
     return _fp8(rows, up, down, gate, bias, row_norm, totals).reshape(x.shape)
 
 
@@ -265,9 +255,8 @@ def _swiglu_inputs(x, gate, up, row_norm):
     x8, weights8 = _cast(x, largest=row_norm), [_cast(gate), _cast(up)]
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in weights8)
-    largest, u_largest, silu_largest = map(
-        named, maxima(_factors, [g, u], 3, "swiglu_maxima").max(1)
-    )
+    found = quantize.maxima(_factors, [g, u], 3, "swiglu_maxima").max(1)
+    largest, u_largest, silu_largest = map(quantize.named, found)
     return x8, weights8, [g, u], largest, [_SILU_SLOPE * u_largest, silu_largest]
 
 

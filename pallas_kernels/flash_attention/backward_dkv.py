@@ -25,21 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention.query_stream import (
-    Step,
-    ahead,
-    begin,
-    load,
-    load_kv,
-    load_later,
-    operands,
-    pairs_up,
-    pass_by,
-    release,
-    runs_on,
-    scratch,
-    step_of,
-)
+from pallas_kernels.flash_attention import query_stream as stream
+from pallas_kernels.flash_attention.query_stream import Step
 from pallas_kernels.flash_attention.schedule import Call, Item, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
@@ -93,26 +80,26 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
 
 def all_heads(w: Worker, i: Item, add):
     """add(step, slot, masked, begins) for the steps that the warpgroup sees, of all query heads."""
-    s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
+    s, visits, late = w.schedule, w.schedule.visits, stream.runs_on(w.schedule)
 
     def one(g, r, masked, begins=False):
-        step = step_of(i, g, r)
-        slot = operands(w)[0].ring.wait(step.n)
+        step = stream.step_of(i, g, r)
+        slot = stream.operands(w)[0].ring.wait(step.n)
         add(step, slot, masked, begins)
 
     @pl.loop(0, s.group)
     def _(g):
         g = lax.optimization_barrier(g)
-        pass_by(w, i, g, 0, i.first)
+        stream.pass_by(w, i, g, 0, i.first)
         if late:
             one(g, i.first, s.masks_first, begins=True)
         crosses = s.diagonal_crosses_tiles if late else visits.causal
         schedule.walk(s, i, i.first + late, functools.partial(one, g), crosses=crosses)
         if late:
             plgpu.wgmma_wait(0)
-            release(w, step_of(i, g, i.last - 1).n)
+            stream.release(w, stream.step_of(i, g, i.last - 1).n)
         if visits.window is not None:
-            pass_by(w, i, g, i.last, i.end)
+            stream.pass_by(w, i, g, i.last, i.end)
 
 
 def wait_for_k(w: Worker, i: Item):
@@ -182,18 +169,18 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         dp_acc[...] = column(smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
-        load_later(w, i, step.g, step.r)
+        stream.load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if runs_on(s) and not begins:
-            release(w, step.n - 1)
+        if stream.runs_on(s) and not begins:
+            stream.release(w, step.n - 1)
         ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=1)
         if len(halves) > 1:
             pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
             return
         plgpu.wgmma(dk_acc, ds, q[0])
-        if not runs_on(s):
+        if not stream.runs_on(s):
             plgpu.wgmma_wait(0)
-            release(w, step.n)
+            stream.release(w, step.n)
 
     def second(ds, scores, dp_acc):
         dp_acc[...] = column(smem.minus_delta, slot, 1)
@@ -236,7 +223,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
-            release(w, step.n - 1)
+            stream.release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
@@ -259,8 +246,8 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
-            release(w, step.n - 1)
-        load_later(w, i, step.g, step.r)
+            stream.release(w, step.n - 1)
+        stream.load_later(w, i, step.g, step.r)
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
@@ -278,7 +265,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
 def differentiate(w: Worker, i: Item):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
-    if not pairs_up(w.schedule):
+    if not stream.pairs_up(w.schedule):
         pl.run_scoped(functools.partial(sum_both, w, i), acc, acc)
         return
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
@@ -289,11 +276,12 @@ def one_item(w: Worker, item, following, side, n0):
     """One block of keys; returns the step after its last."""
     s, end = w.schedule, w.schedule.visits.lengths[1]
     if following is not None:
-        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - side))
+        pl.when(following >= 0)(lambda: stream.load_kv(w, following, 1 - side))
     i = schedule.item_of(w, item, following, side, n0)
     total = s.group * i.end
     if s.persistent:  # of an item of fewer steps than are on their way when it begins
-        pl.loop(total, ahead(s))(lambda nth: load(w, Step(n0 + nth, 0, nth), nth, i.stream))
+        load = lambda nth: stream.load(w, Step(n0 + nth, 0, nth), nth, i.stream)
+        pl.loop(total, stream.ahead(s))(load)
 
     pl.when(i.row < end)(lambda: differentiate(w, i))
     if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:
@@ -302,15 +290,15 @@ def one_item(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.end))
+            pl.loop(0, s.group)(lambda g: stream.pass_by(w, i, g, 0, i.end))
 
     return n0 + total
 
 
 def body(w: Worker):
-    if pairs_up(w.schedule):
+    if stream.pairs_up(w.schedule):
         pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    schedule.work_items(w, begin, one_item)
+    schedule.work_items(w, stream.begin, one_item)
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -330,5 +318,5 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     return schedule.launch(
         "attention_backward_dkv", body, tile, call, inputs, segments,
-        () if call.heads else (like, like), scratch, by_keys=True,
+        () if call.heads else (like, like), stream.scratch, by_keys=True,
     )  # fmt: skip

@@ -65,8 +65,6 @@ def decode_attention(
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
     A position that sees no key gets zeros.  The kernels have no gradient: use `attention`.
-    Raises ValueError for shapes or options that contradict each other, NotImplementedError under
-    implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
     lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window)

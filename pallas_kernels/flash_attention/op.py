@@ -28,16 +28,10 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.flash_attention import general
+from pallas_kernels.flash_attention import general, masks
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.masks import (
-    LEAST_SCALE,
-    check,
-    scale_of,
-    some_rows_see_nothing,
-)
 from pallas_kernels.flash_attention.schedule import Call, pad_segments
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, with_gradient
@@ -77,12 +71,10 @@ def attention(
     A query that sees no key gets zeros and lse = -inf.  One whose visible logits are all -inf (of
     an infinity in q or k) gets NaN, but zeros from the kernels with a window of less than 128 or
     segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
-    Raises ValueError for shapes or options that contradict each other, NotImplementedError under
-    implementation="mosaic" for a call that the kernel does not support.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv")
     of_q, of_k, of_v = shapes(operands)
-    check(of_q, of_k, of_v, causal, window)
+    masks.check(of_q, of_k, of_v, causal, window)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
@@ -101,8 +93,8 @@ def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) 
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not one dtype"
     if q.shape[-1] > WIDEST:
         return f"the head dimension D={q.shape[-1]} is more than {WIDEST}"
-    if scale_of(scale, q) < LEAST_SCALE:
-        return f"scale={scale} is less than {LEAST_SCALE}"
+    if masks.scale_of(scale, q) < masks.LEAST_SCALE:
+        return f"scale={scale} is less than {masks.LEAST_SCALE}"
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 
@@ -123,8 +115,10 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
-    if scale_of(scale, q) < LEAST_SCALE:
-        return f"scale={scale} is less than {LEAST_SCALE}: cuDNN multiplies masked logits by it"
+    if masks.scale_of(scale, q) < masks.LEAST_SCALE:
+        return (
+            f"scale={scale} is less than {masks.LEAST_SCALE}: cuDNN multiplies masked logits by it"
+        )
     for name, x in (("q", q), ("k and v", k)):
         if x.size >= 2**31:
             return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"
@@ -161,7 +155,7 @@ def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
     q, k, v = split(operands)
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
+        q, k, v, scale=masks.scale_of(scale, q), is_causal=causal, local_window_size=local,
         implementation="cudnn",
     )  # fmt: skip
 
@@ -209,7 +203,7 @@ def attention_reference(
     if segment_ids is not None:
         q_seg, k_seg = _pair(segment_ids, q, k)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
-    out, lse = masked_reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
+    out, lse = masked_reference(q, k, v, mask[:, None, None], masks.scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
 
 
@@ -289,7 +283,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
         pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns)
         heads, arrays = None, tuple(map(pad, split(operands)))
     call = Call(
-        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
+        (t, s), causal, masks.scale_of(scale, q), mosaic.sm_count(), window, softcap,
         segment_ids is not None, heads, general, general and mosaic.is_tight(),
     )  # fmt: skip
     if segment_ids is not None:
@@ -324,7 +318,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
     segments: from `pad_segments`.
     """
     rows = 2 * ROWS if call.general else ROWS
-    if some_rows_see_nothing(call.window, call.packed, rows):
+    if masks.some_rows_see_nothing(call.window, call.packed, rows):
         # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)

@@ -59,8 +59,6 @@ def fp8_linear(
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with
     row_norm, one in x makes its row NaN.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that is not supported.
     """
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")

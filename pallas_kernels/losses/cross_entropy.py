@@ -35,8 +35,6 @@ def cross_entropy(
     outside [0, vocab_size) makes the loss and the gradient of these columns NaN.
     The gradient has the dtype of logits.  The kernel reads logits in place if their columns are a
     multiple of 128, and copies others, for which XLA is faster.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that the kernel does not support.
     """
     if not logits.ndim:
         raise ValueError("logits has shape (), but needs the vocabulary axis")

@@ -97,8 +97,6 @@ def linear_cross_entropy(
     result must be 1, or the total's is NaN: `scale` takes any other factor.
     chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that the kernel does not support.
     """
     vocab_size = _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk)
     if total is not None:

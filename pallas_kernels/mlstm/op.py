@@ -73,8 +73,6 @@ def vlstm(
     Operands of matmuls have q's dtype; sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T.  For the backward pass the kernels save the
     arguments and the states between chunks, the XLA form only the arguments.
-    Raises ValueError for shapes, gate or chunk_size, NotImplementedError under
-    implementation="mosaic" for a call that the kernels do not support.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv" if norm_weight is None else "qkvo")
     of_q, of_k, of_v, *of_o = shapes(operands)
@@ -116,7 +114,6 @@ def vlstm_step(
 
     It computes in float32 (float64 for float64).  The arguments are `vlstm`'s, without T.
     The kernel changes the state's C in place where it is donated; it has no gradient.
-    Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
     check(q, k, v, i, f, state)

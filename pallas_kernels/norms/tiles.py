@@ -148,36 +148,6 @@ class Tiling(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | None:
-    arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
-    if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
-        return reason
-    c, most = x.shape[-1], MAX_COLS
-    if reason := mosaic.too_many(rows=x.size // c):
-        return reason
-    if gate is not None:
-        if reason := mosaic.mixed_dtypes(x=x, gate=gate):
-            return reason
-        most = MAX_GATED_COLS
-    if c > most:
-        return f"C={c} is more than {most}"
-    if eps <= 0:
-        return f"eps={eps} is not positive"
-    if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
-        return f"residual is {residual.dtype}, narrower than x ({x.dtype})"
-    return None
-
-
-def why_slower(x, *arrays, **options) -> str | None:
-    """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
-
-    Kernels that padded had 0.16 to 0.60 of XLA's speed forward, 0.26 to 1.04 in both directions, at
-    C = 3 to 8191 (H100, JAX 0.11.2).
-    """
-    c = x.shape[-1]
-    return f"the kernel would pad C={c} to a multiple of 64" if c % 64 else None
-
-
 def choose_tiling(direction, shape, dtype) -> Tiling:
     """The tiling for arrays (rows, heads, cols); dtype: of x.
 

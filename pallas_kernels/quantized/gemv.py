@@ -181,7 +181,7 @@ def _products(x, parts, norm, residual, dtypes, p: RowPlan):
         jax.ShapeDtypeStruct((count * COLUMNS,), dtype)
         for count, dtype in zip(blocks, dtypes, strict=True)
     ]
-    return launch(
+    return mosaic.launch_parts(
         "quantized_linear_row", functools.partial(_part, p), p.wgs, scratch, blocks, types,
         mosaic.pad_axis(x, 0, p.turns * TURN * step).reshape(-1, step),
         [[by_step(*arrays) for arrays in part] for part in parts],
@@ -197,45 +197,7 @@ class _Weight(NamedTuple):
     bias: Any
 
 
-class RowRefs(NamedTuple):
-    """The references of a part: the weights that make one result, with their biases."""
-
-    x: Any
-    weights: list
-    norm: Any
-    residual: Any
-    out: Any
-    smem: dict
-
-
-def launch(name: str, run, wgs: int, scratch: dict, blocks: list[int], types, *arrays):
-    """A kernel of one row; run(RowRefs, n) computes block n of a part.
-
-    blocks, types: of each part and its result.  arrays: x, the parts' weights, norm and residual.
-    """
-
-    def body(x, parts, norm, residual, *outs, **smem):
-        block, start = lax.axis_index("n"), 0
-        for weights, out, count in zip(parts, outs, blocks, strict=True):
-            refs = RowRefs(x, weights, norm, residual, out, smem)
-            mine = functools.partial(run, refs, block - start)
-            inside = (block >= start) & (block < start + count)
-            mine() if len(blocks) == 1 else pl.when(inside)(mine)
-            start += count
-
-    return mosaic.kernel(
-        body,
-        name=name,
-        out_type=types,
-        scratch_types=scratch,
-        **mosaic.grid(n=sum(blocks)),
-        num_threads=wgs,
-        # The sum of a warp needs no shared memory.
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-    )(*arrays)
-
-
-def _part(p: RowPlan, refs: RowRefs, n):
+def _part(p: RowPlan, refs: mosaic.PartRefs, n):
     """Block n of a part."""
     wg = lax.axis_index("wg")
     turn = lambda i: i * p.wgs + wg
@@ -281,7 +243,7 @@ def _fetch(p: RowPlan, weight: _Weight, n, turn):
     return words, [read(a.at[n, groups], p.scales_layout) for a in rows]
 
 
-def _multiply(p: RowPlan, refs: RowRefs, turn, fetched, accs):
+def _multiply(p: RowPlan, refs: mosaic.PartRefs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
     x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.x_layout)
@@ -292,7 +254,7 @@ def _multiply(p: RowPlan, refs: RowRefs, turn, fetched, accs):
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
-def _bring(p: RowPlan, refs: RowRefs, wg):
+def _bring(p: RowPlan, refs: mosaic.PartRefs, wg):
     """Writes a warpgroup's share of the turns of x to shared memory.
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
@@ -326,7 +288,7 @@ def _bring(p: RowPlan, refs: RowRefs, wg):
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _normalize(p: RowPlan, refs: RowRefs):
+def _normalize(p: RowPlan, refs: mosaic.PartRefs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.step // LANES)
     load = lambda ref: read(ref, layout).astype(jnp.float32)
@@ -350,7 +312,7 @@ def _normalize(p: RowPlan, refs: RowRefs):
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _finish(p: RowPlan, refs: RowRefs, here, biases, residual):
+def _finish(p: RowPlan, refs: mosaic.PartRefs, here, biases, residual):
     """Adds the sums of the warps in order, then bias, activation and residual; stores."""
     plgpu.barrier_wait(refs.smem["bar"])
     smem = refs.smem["sums_smem"]

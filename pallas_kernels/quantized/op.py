@@ -64,8 +64,6 @@ def quantized_linear(
     kernel, and its gradient ignores that rounding of x.
     The kernel needs bfloat16 and at most 4096 rows, and for more than one row a Hopper GPU.
     Gradients go to x and bias.
-    Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
-    implementation="mosaic" for a call that the kernel does not support.
     """
     _check(x, weight, bias)
     if isinstance(weight, PlainWeight):
