@@ -146,7 +146,6 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
 
     A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
     """
-    i64 = ir.IntegerType.get_signless(64)
     element = ir.MemRefType(array.type).element_type
     batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
     (_, t, h, d), (rows, width) = shape, tile_shape
@@ -155,8 +154,6 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     at_once = _THREADS // across
     assert rows % at_once == 0, f"{rows} rows are not a multiple of {at_once}"
     add, multiply = arith.addi, arith.muli
-    wide = lambda x: arith.extsi(i64, x)
-    constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
     thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
     row, piece = (f(thread, constant(across)) for f in (arith.divui, arith.remui))
     turn = arith.divui(arith.remui(row, constant(8)), constant(8 // across))
@@ -166,9 +163,7 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     block = multiply(arith.divui(row, constant(8)), constant(8 * (width - line)))
     inside = add(inside, block)
     first_row = add(first, row)
-    line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
-    from_ = add(multiply(line_of, constant64(h)), wide(head))
-    from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, constant(8))))
+    from_ = _index(batch, (t, first_row), (h, head), (d, multiply(piece, constant(8))))
     global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
     shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
     found = []
@@ -185,19 +180,25 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
 
 
 def _load_line(shape, length, _, array, target, batch, head, first):
-    i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-    wide = lambda x: arith.extsi(i64, x)
-    times = lambda x, n: arith.muli(x, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
-    batch, head, first = (wide(x.registers.item()) for x in (batch, head, first))
+    batch, head, first = (x.registers.item() for x in (batch, head, first))
     thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
     mine = arith.muli(thread, constant(4))
-    _, heads, t = shape
-    place = arith.addi(times(arith.addi(times(batch, heads), head), t), first)
-    place = arith.addi(place, wide(mine))
+    (_, heads, t), f32 = shape, ir.F32Type.get()
+    place = _index(batch, (heads, head), (t, arith.addi(first, mine)))
     source = mgpu.utils.getelementptr(_global(array), [place], f32)
     target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
     with mgpu.when(_less(mine, constant(length))):
         _copy(source, target)
+
+
+def _index(i, *others):
+    """((i n + j) m + k) ... in 64 bits; others: (n, j), (m, k), ..."""
+    i64 = ir.IntegerType.get_signless(64)
+    i = arith.extsi(i64, i)
+    for n, j in others:
+        i = arith.muli(i, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
+        i = arith.addi(i, arith.extsi(i64, j))
+    return i
 
 
 def _copy(source, target, ok=None, from_=0, to=0):

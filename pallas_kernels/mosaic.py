@@ -31,12 +31,7 @@ def warp_rows(vec: int) -> plgpu.Layout:
     five shuffles and no shared memory.
     """
     # pyrefly: ignore[bad-return]
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4, 32 * vec), (vec,))),
-        warp_dims=(-3,),
-        lane_dims=(-2,),
-        vector_dim=-1,
-    )
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, 32 * vec), (vec,))), (-3,), (-2,), -1)
 
 
 def wgmma_tiles(cols: int, dtype) -> tuple:

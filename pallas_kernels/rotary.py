@@ -132,11 +132,8 @@ def why_not(operands, positions, *, layout, **options) -> str | None:
         return f"q has D={q.shape[3]} and v {v[0].shape[3]}, so heads are not one axis"
     if layout != "half":
         return f"layout={layout!r} is not half"
-    return (
-        mosaic.unsupported_dtype(q=q, k=k)
-        or mosaic.empty(q=q, k=k)
-        or mosaic.too_many(**{"B T": q.shape[0] * q.shape[1]})
-    )
+    reason = mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+    return reason or mosaic.too_many(**{"B T": q.shape[0] * q.shape[1]})
 
 
 def why_slower(operands, positions, **options) -> str | None:

@@ -74,9 +74,7 @@ def mlp(
     "gelu".  Hopper's backward kernel needs one of bfloat16 and float16 for x and weights, rows and
     F in multiples of 128 and C in multiples of 64; other calls run the backward kernels of `gelu`
     or `swiglu`.  The kernels for fp8 need rows, C and F in multiples of 64; other calls take
-    fp8_linear.  fp8 is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false;
-    an infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
-    row_norm, one in x makes at least its row NaN.
+    fp8_linear, whose notes on speed, infinities and NaN hold here as well.
     """
     arrays, forms = (x, up, down, gate, bias), FORMS if precision is None else FP8
     _check(*arrays)
@@ -208,8 +206,9 @@ def _fp8_forward(x, up, down, gate, bias, row_norm, totals):
     (h8,), _ = cast_results(tile, inputs, [largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
     down8 = _cast(down, largest=down_largest)
-    kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (down8, *weights8))
     like_bias = None if bias is None else bias[:0]
+    of_weights = [w._replace(transposed=None) for w in (down8, *weights8)]
+    kept = *(x._replace(values=None) for x in (x8, h8)), *of_weights
     saved = inputs, slopes, down_norm, like_bias, totals, *kept
     return linear.times(h8, down8, x.dtype), saved
 

@@ -20,11 +20,6 @@ from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
 
-def in_halves(s: Schedule) -> bool:
-    """Whether a step has 128 queries, of which a warpgroup takes 64 at a time."""
-    return s.columns > ROWS
-
-
 def pairs_up(s: Schedule) -> bool:
     """Whether two warpgroups work on the same 64 keys."""
     return s.wgs > s.sets
@@ -35,7 +30,7 @@ def ahead(s: Schedule) -> int:
 
     A slot to spare, where there is one, lets a warpgroup run a step ahead of the other.
     """
-    return s.stages - (2 if in_halves(s) or s.stages > 3 else 1)
+    return s.stages - (2 if s.columns > ROWS or s.stages > 3 else 1)
 
 
 def runs_on(s: Schedule) -> bool:
@@ -48,7 +43,7 @@ def runs_on(s: Schedule) -> bool:
     ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
     warpgroup.
     """
-    return in_halves(s) or pairs_up(s) or (s.stages > 3 and s.visits.causal)
+    return s.columns > ROWS or pairs_up(s) or (s.stages > 3 and s.visits.causal)
 
 
 def scratch(s: Schedule) -> dict:

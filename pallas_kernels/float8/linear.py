@@ -135,7 +135,7 @@ def _linear_forward(x, weight, bias, row_norm, total, kernel: bool):
     x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
     like = weight[:0], None if bias is None else bias[:0]
     y = mosaic.plus(times(x8, w8, x.dtype), bias)
-    return y, (kept_input(x8), kept_weight(w8), like, total)
+    return y, (x8._replace(values=None), w8._replace(transposed=None), like, total)
 
 
 def _linear_backward(kernel, saved, dy):
@@ -177,16 +177,6 @@ def weight_gradients(totals: tuple | None, dtype, *pairs: tuple[Cast, Cast]) -> 
     # In float32, because XLA adds to a total inside an fp8 matmul only if that rounds nothing.
     more = [weight_gradient(*pair, jnp.float32) for pair in pairs]
     return [None] * len(pairs), tuple(t + dw for t, dw in zip(totals, more, strict=True))
-
-
-def kept_input(x: Cast) -> Cast:
-    """What the backward pass needs of an input."""
-    return x._replace(values=None)
-
-
-def kept_weight(w: Cast) -> Cast:
-    """What the backward pass needs of a weight."""
-    return w._replace(transposed=None)
 
 
 def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):

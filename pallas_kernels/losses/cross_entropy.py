@@ -42,9 +42,7 @@ def cross_entropy(
     vocab_size = v if vocab_size is None else vocab_size
     labels, ignore_index = ids.labels(labels, ignore_index)
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels have shape {labels.shape}, but logits {logits.shape} need {logits.shape[:-1]}"
-        )
+        raise ValueError(f"labels have shape {labels.shape}, but logits need {logits.shape[:-1]}")
     if not 1 <= vocab_size <= v:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
@@ -77,11 +75,8 @@ def losses_of(z, labels, valid, axis: str | None = None):
 
 
 def why_not(logits, labels, **options) -> str | None:
-    return (
-        mosaic.unsupported_dtype(logits=logits)
-        or mosaic.empty(logits=logits)
-        or mosaic.too_many(rows=logits.size // logits.shape[-1])
-    )
+    reason = mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
+    return reason or mosaic.too_many(rows=logits.size // logits.shape[-1])
 
 
 def why_slower(logits, labels, **options) -> str | None:

@@ -180,11 +180,8 @@ def linear_cross_entropy_reference(
 
 
 def why_not(x, weight, labels, *, softcap, **options) -> str | None:
-    return (
-        mosaic.lossy_softcap(softcap)
-        or mosaic.unsupported_dtype(x=x, weight=weight)
-        or mosaic.empty(x=x, weight=weight)
-    )
+    reason = mosaic.lossy_softcap(softcap) or mosaic.unsupported_dtype(x=x, weight=weight)
+    return reason or mosaic.empty(x=x, weight=weight)
 
 
 def _logits(x, weight, transposed):

@@ -26,12 +26,7 @@ from pallas_kernels.mlstm.reference import floor, narrow
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one
-_TILE = plgpu.Layout.TILED(
-    plgpu.Tiling(((_ROWS, _COLUMNS), (4, 4))),
-    warp_dims=(-4,),
-    lane_dims=(-2, -3),
-    vector_dim=-1,
-)
+_TILE = plgpu.Layout.TILED(plgpu.Tiling(((_ROWS, _COLUMNS), (4, 4))), (-4,), (-2, -3), -1)
 _ALONG_K, _ALONG_V = _TILE.reduce(1), _TILE.reduce(0)
 _LARGEST = 256  # DQK; a thread holds DQK / 4 numbers of C
 _SMALL = 16 << 20  # bytes of C
@@ -71,11 +66,7 @@ def advance(q, k, v, i, f, state, *, gate, normalize, eps):
     kernel = mosaic.kernel(
         functools.partial(_body, gate, normalize),
         name="vlstm_step",
-        out_type=[
-            jax.ShapeDtypeStruct((b, heads, dv), q.dtype),
-            like(b, heads, dqk),
-            like(b, heads),
-        ],
+        out_type=[like(b, heads, dv).update(dtype=q.dtype), like(b, heads, dqk), like(b, heads)],
         **mosaic.grid(batch=b, head=heads, part=dv // _COLUMNS),
     )
     c, (h, n, m) = mosaic.in_place(kernel, c, q, k, v, i, f, n, m, results=True)

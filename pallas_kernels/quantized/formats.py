@@ -155,9 +155,7 @@ class QuantizedWeight:
         return weight
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlainWeight:
     """A (K, N) weight w' = codes s that is not packed; a pytree, made by `QuantizedWeight.plain`.
@@ -242,12 +240,10 @@ def _check_format(shape, bits, group, symmetric, format) -> None:
         raise ValueError(f"group={group} is not one of {groups} for format {format}")
     if not symmetric and format != "int":
         raise ValueError(f"format {format} has no offsets: pass symmetric=True")
-    multiple = group or (4 if format == "2:4" else 1)
-    if shape[0] % multiple or 0 in shape:
+    (k, n), multiple = shape, group or (4 if format == "2:4" else 1)
+    if k % multiple or not k or not n:
         what = "group" if group else "four weights of 2:4"
-        raise ValueError(
-            f"K={shape[0]}, N={shape[1]}: K is not a multiple of the {what}, {multiple}"
-        )
+        raise ValueError(f"K={k}, N={n}: K is not a multiple of the {what}, {multiple}")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
