@@ -21,10 +21,8 @@ times the largest column norm of its right one:
     |dh| <= c max_i ||dy_i|| max_j ||W_down_j||     |du| <= |dh| max |silu(g)|
     |z|  <= c max_i ||x_i|| max_j ||W_up_j|| + max |b|      |dg| <= 1.1 |dh| max |u|
 
-c covers the rounding of the operands.  A bound that is 2^n too large moves all values down by n of
-the format's powers of 2 (e5m2 has 32 of them, e4m3 18); only values that become subnormal lose
-digits.  For SwiGLU's h, a product of two such numbers, the bound would be too loose for e4m3, so a
-kernel takes its maximum first, which jax.checkpoint can save.
+c covers the rounding of the operands; docs/fp8.md says what a loose bound costs.  For SwiGLU's h it
+would be too loose, so a kernel takes its maximum first, which jax.checkpoint can save.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 

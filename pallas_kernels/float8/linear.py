@@ -10,13 +10,9 @@ state.  Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
 cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12
 does it only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets; otherwise it
-multiplies in bfloat16, in twice the time.  Hopper's tensor core reads both operands along the
-contracted axis, so x, w and dy are each needed in their own order and transposed; one pass writes
-both.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
-
-With the default precision cuBLASLt adds in the tensor core's own registers, about 14 bits; HIGHEST
-turns off this "fast accumulation".  The gradients take HIGHEST, as their sums over all tokens are
-the longest.  XLA rounds the scales to x's dtype, which changes no power of 2.
+multiplies in bfloat16, in twice the time.  The gradients' sums over all tokens are the longest, so
+these products take HIGHEST, which turns off the "fast accumulation" in about 14 bits.  The backward
+pass keeps x^T and w in fp8.  docs/fp8.md has the reasons.
 """
 
 import functools

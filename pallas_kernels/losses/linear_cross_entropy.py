@@ -17,11 +17,8 @@ for its matmuls.
 
 With `fp8` z = Q4(x) Q4(W)^T, dx = Q5(dz) Q4(W), dW = Q5(dz)^T Q4(x), where Q4 and Q5 round to e4m3
 and e5m2; the products are fp8_linear's.  dz = exp(z - log_sum) - [v = label] needs no maximum:
-without the loss's factor it lies in [-1, 1].  The factor multiplies the products instead, so dz =
--1 is exact, and the label's share has no error that is the same for all tokens.  e5m2 holds
-probabilities down to 2^-31.  A separate kernel reads the logits and writes dz in fp8, in both
-orders: 4 bytes a logit, as in bfloat16.  The sum over a row must be known before, which takes one
-more pass over the logits.
+without the loss's factor, by which the products are multiplied, it lies in [-1, 1], and -1 is
+exact.  A kernel of its own writes dz once the sums of rows are known (docs/fp8.md).
 """
 
 import functools
