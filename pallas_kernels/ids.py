@@ -42,8 +42,10 @@ def positions(x: Ids) -> jax.Array:
     return _int32(x) if _fits(x) else jnp.asarray(x.astype(np.float32))
 
 
-def segments(*ids: Ids) -> tuple[jax.Array, ...]:
+def segments(*ids: Ids | None) -> tuple:
     """Ids (B, n) as int32, which within a row, over all arrays, compare as the given ids do."""
+    if ids[0] is None:  # there are none
+        return ids
     ids = tuple(_checked("segment_ids", x) for x in ids)
     if all(map(_fits, ids)):
         return tuple(map(_int32, ids))
@@ -56,11 +58,6 @@ def segments(*ids: Ids) -> tuple[jax.Array, ...]:
     rank = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
     _, rank = lax.sort((place, rank), num_keys=1)
     return tuple(jnp.split(rank, np.cumsum([x.shape[-1] for x in ids])[:-1], axis=-1))
-
-
-def documents(x: Ids | None) -> jax.Array | None:
-    """`segments` of one array, if it is one."""
-    return None if x is None else segments(x)[0]
 
 
 def _words(x: Ids) -> list[jax.Array]:

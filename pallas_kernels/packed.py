@@ -40,17 +40,6 @@ class Packed:
             terms = " + ".join(f"{heads} x {width}" for heads, width in self.parts)
             raise ValueError(f"packed has {self.array.shape[2]} columns, not {terms} = {need}")
 
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The operands' shapes and dtypes."""
-        rows, dtype = self.array.shape[:2], self.array.dtype
-        return [jax.ShapeDtypeStruct((*rows, *part), dtype) for part in self.parts]
-
-    def split(self) -> list[Float[Array, "B T _ _"]]:
-        """The operands, in copies."""
-        ends = itertools.accumulate(heads * width for heads, width in self.parts[:-1])
-        parts = jnp.split(self.array, list(ends), axis=2)
-        return [x.reshape(y.shape) for x, y in zip(parts, self.shapes(), strict=True)]
-
 
 def operands_of(q, others: dict, parts: Sequence[str]) -> Packed | tuple:
     """q if it is a `Packed`, whose parts have these names; otherwise (q, *others).
@@ -71,9 +60,16 @@ def operands_of(q, others: dict, parts: Sequence[str]) -> Packed | tuple:
 
 def shapes(operands: Packed | tuple) -> Sequence:
     """The operands, or of a `Packed` their shapes and dtypes."""
-    return operands.shapes() if isinstance(operands, Packed) else operands
+    if not isinstance(operands, Packed):
+        return operands
+    rows, dtype = operands.array.shape[:2], operands.array.dtype
+    return [jax.ShapeDtypeStruct((*rows, *part), dtype) for part in operands.parts]
 
 
 def split(operands: Packed | tuple) -> Sequence:
     """The operands, of a `Packed` in copies."""
-    return operands.split() if isinstance(operands, Packed) else operands
+    if not isinstance(operands, Packed):
+        return operands
+    ends = itertools.accumulate(heads * width for heads, width in operands.parts[:-1])
+    parts = jnp.split(operands.array, list(ends), axis=2)
+    return [x.reshape(y.shape) for x, y in zip(parts, shapes(operands), strict=True)]

@@ -88,9 +88,6 @@ def row_linear(
     return dispatch.run("row_linear", FORMS, implementation, x, weights, biases, **options)
 
 
-row_linear_reference = functools.partial(row_linear, implementation="xla")
-
-
 def _rows(
     x, weights, biases, *, norm_weight, norm_bias, norm_eps, centered, activation, residual,
     kernel=True,
@@ -111,9 +108,9 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
         if len({(w.format, w.bits, w.group, w.offsets is None) for w in weights}) > 1:
             return "the weights have several formats"
         return gemv.why_no_norm(k, weights[0]) if norm else None
-    for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
-        if reason := mosaic.unsupported_dtype(**{name: a}):
-            return reason
+    arrays = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
+    if reason := mosaic.unsupported_dtype(**arrays):
+        return reason
     for w in weights:
         if w.dtype != weights[0].dtype:
             return f"the weights are {weights[0].dtype} and {w.dtype}"
@@ -125,7 +122,7 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
         return f"K={k} is more than {_NORMED} with a norm"
     if not _warpgroups(k, weights[0].dtype):
         return f"K={k} does not divide into at most {_WGS} parts for registers"
-    return mosaic.empty(x=x, **{f"w{i}": w for i, w in enumerate(weights)})
+    return mosaic.empty(**arrays)
 
 
 def _packed(weights) -> bool:

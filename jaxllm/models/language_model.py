@@ -207,7 +207,7 @@ class LanguageModel(Layer):
         if caches is not None and segment_ids is not None:
             raise ValueError("segment_ids do not go with caches: pass one text a row")
         # Here and in `loss`, as jit and shard_map would cut numpy's int64 to 32 bits.
-        segment_ids = ids.documents(segment_ids)
+        (segment_ids,) = ids.segments(segment_ids)
         if positions is not None:
             positions = ids.saturated("positions", positions)
         stream = Stream(None, None, embedded)

@@ -79,9 +79,6 @@ def decode_attention(
     return dispatch.run("decode_attention", FORMS, implementation, *arrays, **options)
 
 
-decode_attention_reference = functools.partial(decode_attention, implementation="xla")
-
-
 def _decode(
     q, k, v, lengths, new, k_scale, v_scale, *, form, scale, window, softcap, theta, scaling
 ):
@@ -181,13 +178,9 @@ def _in_jnp(q, k, v, lengths, _new, _table, scale, window, softcap):
     return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[:1]
 
 
+_general_why_not = functools.partial(why_not, general=True)
 FORMS = (
     Form("hopper", functools.partial(_decode, form=hopper), "sm_90a", why_not),
-    Form(
-        "general",
-        functools.partial(_decode, form=for_every_gpu),
-        "sm_80",
-        functools.partial(why_not, general=True),
-    ),
+    Form("general", functools.partial(_decode, form=for_every_gpu), "sm_80", _general_why_not),
     Form("xla", functools.partial(_decode, form=_in_jnp)),
 )

@@ -91,20 +91,12 @@ def fp8_linear_reference(x, weight, bias=None):
     return mosaic.plus(_round_gradient(y.astype(x.dtype)), bias)
 
 
-def why_not(x, weight) -> str | None:
-    """Why the matmuls cannot take fp8 operands, or None."""
-    if reason := mosaic.not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
-        return reason
-    return mosaic.unsupported_dtype(x=x, weight=weight)
-
-
-def _kernels_why_not(x, weight, *others) -> str | None:
-    """Why the kernels cannot cast the operands, or None."""
-    return why_not(x, weight) or mosaic.not_a_multiple(TILE, **_sizes(x, weight))
-
-
-def _sizes(x, weight) -> dict[str, int]:
-    return {"rows": x.size // max(x.shape[-1], 1), "K": weight.shape[0], "N": weight.shape[1]}
+def why_not(x, weight, *others, kernels: bool = False) -> str | None:
+    """Why the matmuls cannot take fp8 operands, or the kernels cannot cast them, or None."""
+    sizes = dict(rows=x.size // max(x.shape[-1], 1), K=weight.shape[0], N=weight.shape[1])
+    reason = mosaic.not_a_multiple(_MULTIPLE, **sizes)
+    reason = reason or mosaic.unsupported_dtype(x=x, weight=weight)
+    return reason or (mosaic.not_a_multiple(TILE, **sizes) if kernels else None)
 
 
 def _rounded(a):
@@ -156,14 +148,13 @@ def times(x: Cast, w: Cast, dtype):
 
 def times_weight(dy: Cast, w: Cast, dtype):
     """dy w^T, the gradient of x."""
-    high = lax.Precision.HIGHEST
-    return _product(dy.values, dy.inverse, w.values, w.inverse, axes=1, dtype=dtype, precision=high)
+    return _product(dy.values, dy.inverse, w.values, w.inverse, axes=1, dtype=dtype, exact=True)
 
 
 def weight_gradient(x: Cast, dy: Cast, dtype):
     """x^T dy."""
-    a, b, high = x.transposed, dy.transposed, lax.Precision.HIGHEST
-    return _product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, precision=high)
+    a, b = x.transposed, dy.transposed
+    return _product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, exact=True)
 
 
 def weight_gradients(totals: tuple | None, dtype, *pairs: tuple[Cast, Cast]) -> tuple:
@@ -175,7 +166,7 @@ def weight_gradients(totals: tuple | None, dtype, *pairs: tuple[Cast, Cast]) -> 
     return [None] * len(pairs), tuple(t + dw for t, dw in zip(totals, more, strict=True))
 
 
-def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
+def _product(a, a_scale, b, b_scale, *, axes, dtype, exact=False):
     """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
 
     This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and
@@ -185,7 +176,8 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))
     contracted = tuple(range(a.ndim - axes, a.ndim)), tuple(range(b.ndim - axes, b.ndim))
     y = lax.dot_general(
-        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide,
+        a, b, (contracted, ((), ())), precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=wide,
         out_sharding=mosaic.place((a, slice(-axes)), (b, slice(-axes))),
     )  # fmt: skip
     return y.astype(dtype)
@@ -193,6 +185,7 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
 
 _linear = with_gradient(_linear_forward, _linear_backward, nondiff_argnums=(5,))
 
+_kernels_why_not = functools.partial(why_not, kernels=True)
 # The matmuls are XLA's in both.
 FORMS = (
     Form("general", lambda *arrays: _linear(*arrays, True), "sm_89", _kernels_why_not),

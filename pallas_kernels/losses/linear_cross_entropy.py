@@ -245,7 +245,15 @@ def _run(
 
 def _chunk(w, x, w_now, local, scale, valid, o: _Options, differentiate, frozen):
     """The losses of some tokens times `scale`, their dx and their dW; w_now is w for the logits."""
-    losses, dz = _losses(_logits(x, w_now, o.transposed), local, scale, valid, o, differentiate)
+    z = _logits(x, w_now, o.transposed)
+    kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
+    if o.vocab_axis is None:
+        dz, top, total, picked = kernel(real=valid, write=differentiate)
+    else:
+        top, total, picked, own_picked = _sums(z, local, valid, o)
+        given = (top, total, own_picked)
+        dz = kernel(valid, given, write=True)[0] if differentiate else None
+    losses = _loss(top, total, picked, o) * scale
     if dz is None:
         return losses, None, None
     dx = jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype)
@@ -300,18 +308,6 @@ def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
 def _padded(weight, o: _Options):
     """The weight, or its gradient, with a vocabulary that is a multiple of 128."""
     return mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
-
-
-def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
-    """(losses of a chunk times `scale`, dz in the buffer of the logits z or None)."""
-    kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
-    if o.vocab_axis is None:
-        dz, top, total, picked = kernel(real=valid, write=differentiate)
-        return _loss(top, total, picked, o) * scale, dz
-    top, total, picked, own_picked = _sums(z, local, valid, o)
-    given = (top, total, own_picked)
-    dz = kernel(valid, given, write=True)[0] if differentiate else None
-    return _loss(top, total, picked, o) * scale, dz
 
 
 def _sums(z, local, valid, o: _Options):

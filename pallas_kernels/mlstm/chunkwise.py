@@ -20,7 +20,7 @@ from pallas_kernels.mlstm.states import Heads
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
 from pallas_kernels.options import with_gradient
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, shapes, split
 
 
 class CellForm(NamedTuple):
@@ -32,19 +32,14 @@ class CellForm(NamedTuple):
     rows: int  # T is a multiple of this
 
 
+def _form(of_states, of_outputs, **sizes) -> CellForm:
+    walk = functools.partial(states.states, form=of_states)
+    return CellForm(walk, functools.partial(intra.chunk_outputs, form=of_outputs), **sizes)
+
+
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = CellForm(
-    functools.partial(states.states, form=states.HOPPER),
-    functools.partial(intra.chunk_outputs, form=intra_chunk),
-    largest=128,
-    rows=8,
-)
-GENERAL = CellForm(
-    functools.partial(states.states, form=general.STATES),
-    functools.partial(intra.chunk_outputs, form=general),
-    largest=64,
-    rows=1,
-)
+HOPPER = _form(states.HOPPER, intra_chunk, largest=128, rows=8)
+GENERAL = _form(general.STATES, general, largest=64, rows=1)
 
 
 class CellCall(NamedTuple):
@@ -102,9 +97,7 @@ def arguments(
 ):  # fmt: skip
     """The arguments of `cell`.  A Packed may have further parts if it is read in place."""
     packed = operands if isinstance(operands, Packed) and in_place(operands, form) else None
-    if isinstance(operands, Packed):
-        operands = operands.split() if packed is None else operands.shapes()
-    q, k, v, *_ = operands
+    q, k, v, *_ = split(operands) if packed is None else shapes(operands)
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
     starts = None if segment_ids is None else reference._starts(segment_ids, i.shape[:2])
     i, lf = reference._log_gates(i, f, gate, wide)

@@ -81,7 +81,7 @@ def vlstm(
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv" if norm_weight is None else "qkvo")
     of_q, of_k, of_v, *of_o = shapes(operands)
-    segment_ids = ids.documents(segment_ids)
+    (segment_ids,) = ids.segments(segment_ids)
     mosaic.check_axes("B T NH DQK", q=of_q)
     check(of_q, of_k, of_v, i, f, initial_state, segment_ids, chunk_size)
     if norm_weight is not None:
@@ -137,7 +137,7 @@ def _run(
         if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation, form):
             arrays = operands, i, f, norm_weight
             return chunkwise.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
-        *operands, o = operands.split()
+        *operands, o = split(operands)
     options |= dict(initial_state=initial_state, return_state=return_state)
     if form is None:
         options |= dict(eps=eps, chunk_size=chunk_size)

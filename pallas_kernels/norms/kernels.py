@@ -81,7 +81,7 @@ def forward(centered, eps, x, residual, weight, bias, gate, x_bias=None):
         name,
         t,
         [like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)],
-        dict(means_smem=_means_type(2 * t.groups * (1 + centered))),
+        dict(means_smem=plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)),
         gate,
     )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
@@ -98,7 +98,6 @@ def _normalise(
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
-    means_smem = means_smem.at[0]
     most = 1 + centered  # means at once
     places = iter(range(0, means_smem.shape[0], most))
 
@@ -142,11 +141,6 @@ def _normalise(
 # ---- both directions ---------------------------------------------------------------------------
 
 
-def _means_type(count: int):
-    """Steps take turns, so that a warp that is a step ahead overwrites nothing."""
-    return plgpu.SMEM((2, count, LINES), jnp.float32)
-
-
 def row_means(t: Tiling, arrays, means_smem):
     """The row means of register arrays; the warps of a wide row synchronise once for all of them.
 
@@ -157,7 +151,9 @@ def row_means(t: Tiling, arrays, means_smem):
         for i, x in enumerate(sums):
             mosaic.store(means_smem.at[i], x)
         ampere.meet()
-        sums = [t.every_line(sum(means_smem[i, w] for w in range(LINES))) for i in range(len(sums))]
+        totals = (sum(means_smem[i, w] for w in range(LINES)) for i in range(len(sums)))
+        spread = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, (LINES,)), t.layout.reduce(1))
+        sums = [spread(x) for x in totals]
     return [x / t.cols for x in sums]
 
 
@@ -218,7 +214,8 @@ def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
     summed = given(weight=weight, bias=bias, x_bias=x_bias)
     t = choose_tiling("backward", x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((t.heads, t.programs, t.blocks, t.block), jnp.float32)
-    n_means = t.groups * (1 + centered)
+    # Steps take turns, so that a warp that is a step ahead overwrites nothing.
+    means = plgpu.SMEM((2, t.groups * (1 + centered), LINES), jnp.float32)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     dx, dgate, sums = launch(
@@ -226,7 +223,7 @@ def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
         name,
         t,
         [like(x), like(gate), (sums,) * len(summed)],
-        dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=_means_type(n_means)),
+        dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means),
         gate,
     )(x, dy, ds, gate, weight, tuple(stats))
     dweights = {

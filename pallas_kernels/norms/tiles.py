@@ -126,10 +126,6 @@ class Tiling(NamedTuple):
         line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
         return jnp.where(line >= repeated, x, 0.0)
 
-    def every_line(self, number):
-        """Broadcasts a number to every line."""
-        return plgpu.layout_cast(jnp.broadcast_to(number, (LINES,)), self.layout.reduce(1))
-
     def broadcast(self, line, axis=0):
         """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)

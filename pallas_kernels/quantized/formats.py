@@ -84,8 +84,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.words, self.scales, self.offsets)
-        return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @promotions()
     def plain(self) -> "PlainWeight":

@@ -97,14 +97,10 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
     )  # fmt: skip
 
 
+@jax.jit
 def product(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
-    return _product(x, weight, plan(x.shape[0], weight))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _product(x, weight: QuantizedWeight, p: FewPlan):
-    x = unpack.right_operand(x, p.format)
+    p, x = plan(x.shape[0], weight), unpack.right_operand(x, weight.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
     slots = p.wgs * p.stages

@@ -11,10 +11,10 @@ from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels import RopeScaling, attention, decode_attention, rope
 from pallas_kernels.flash_attention import decode_kernels
-from pallas_kernels.flash_attention.decode import decode_attention_reference
 from pallas_kernels.flash_attention.decode_kernels import splits_of
 
 KERNELS = ("decode_attention",)
+decode_attention_reference = functools.partial(decode_attention, implementation="xla")
 BF16, FP8, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 

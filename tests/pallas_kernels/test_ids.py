@@ -69,8 +69,8 @@ def test_segments_compare_as_before(numbers):
     expected = np.less.outer(np.array(numbers, object), np.array(numbers, object))
     for x in arrays_of(numbers):
         with jax.enable_x64(isinstance(x, jax.Array)):
-            found = [ids.documents(x[None])[0]]
-            found += [jax.jit(ids.documents)(x[None])[0]] if isinstance(x, jax.Array) else []
+            found = [ids.segments(x[None])[0][0]]
+            found += [jax.jit(ids.segments)(x[None])[0][0]] if isinstance(x, jax.Array) else []
         for got in found:
             assert got.dtype == jnp.int32
             np.testing.assert_array_equal(np.less.outer(got, got), expected)

@@ -10,6 +10,7 @@ from kernel_checks import ON_GPU, names_in, normal
 from vlstm_twins import assert_same_bits, with_gradients
 
 from pallas_kernels import Packed, dispatch, vlstm
+from pallas_kernels.packed import split
 
 KERNELS = tuple(
     f"vlstm_{x}" for x in ("states", "forward", "backward_dq", "backward_dk", "backward_dv")
@@ -33,7 +34,7 @@ def on_one(qkv, i, f, dqk, **options):
 
 
 def on_parts(qkv, i, f, dqk, **options):
-    return vlstm(*packed(qkv, i.shape[2], dqk).split(), i, f, **options)
+    return vlstm(*split(packed(qkv, i.shape[2], dqk)), i, f, **options)
 
 
 def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
