@@ -193,11 +193,9 @@ def _runs(tokens, v):
     ids, order = lax.sort((jnp.clip(tokens, 0, v - 1), place), num_keys=1, is_stable=True)
     differ = ids[1:] != ids[:-1]
     first_and_last = [jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1))]
-    is_end = jnp.stack(first_and_last)
     # One scatter writes both ends; all other elements get unique indices past the array.
-    at = jnp.where(
-        is_end, jnp.stack([ids, ids + v]), 2 * v + lax.iota(jnp.int32, 2 * n).reshape(2, n)
-    )
+    past = 2 * v + lax.iota(jnp.int32, 2 * n).reshape(2, n)
+    at = jnp.where(jnp.stack(first_and_last), jnp.stack([ids, ids + v]), past)
     ends = jnp.zeros(2 * v, jnp.int32)
     ends = ends.at[at].set(jnp.stack([place, place + 1]), mode="drop", unique_indices=True)
     return ids, order, ends

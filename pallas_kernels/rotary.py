@@ -217,9 +217,8 @@ def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
         turn = call(lambda freq, at, x: body(freq, at, [x], [x]), [])
         results = [mosaic.in_place(lambda x, *given: turn(*given, x), flat[0], *given)]
     else:
-        (results,) = call(body, [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]])(
-            *given, flat
-        )
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
+        (results,) = call(body, [like])(*given, flat)
     return tuple(y[:n].reshape(x.shape) for x, y in zip(arrays, results, strict=True))
 
 

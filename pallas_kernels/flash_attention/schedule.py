@@ -258,10 +258,8 @@ def stat_rows(t: int) -> int:
 
 def pad_segments(segments, lengths):
     """Ids of queries and keys as the kernels copy them: whole tiles of every kernel."""
-    return tuple(
-        mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
-        for ids, n in zip(segments, lengths, strict=True)
-    )
+    whole = lambda ids, n: mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
+    return tuple(map(whole, segments, lengths))
 
 
 @functools.cache

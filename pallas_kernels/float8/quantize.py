@@ -184,15 +184,12 @@ def cast_results(
         [a.reshape(height // 4, 4) for a in rows],
         [one.reshape(1) for one in largest],
     )
-    transposed = lambda words: lax.bitcast_convert_type(words, dtype)
-    results = [
-        Cast(
-            values.reshape(x.shape),
-            transposed(words).reshape(columns, *x.shape[:-1]),
-            inverse.reshape(()),
-        )
-        for values, words, inverse in zip(all_values, all_words, all_inverse, strict=True)
-    ]
+
+    def result(values, words, inverse):
+        transposed = lax.bitcast_convert_type(words, dtype).reshape(columns, *x.shape[:-1])
+        return Cast(values.reshape(x.shape), transposed, inverse.reshape(()))
+
+    results = list(map(result, all_values, all_words, all_inverse))
     return results, [one.sum(0) for one in all_sums]
 
 
@@ -242,16 +239,14 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
     ]
     # Every block computes the scales: XLA would take two kernels for each.
     everywhere = lambda ref: lax.broadcast(ref[0], (_WORDS, TILE))  # one register
-    scales = [
-        _scale(everywhere(ref), values.dtype)[0]
-        for ref, values in zip(largest, all_values, strict=True)
-    ]
+    dtype = all_values[0].dtype
+    scales = [_scale(everywhere(ref), dtype)[0] for ref in largest]
 
     words, total = [jnp.int32(0)] * len(all_values), jnp.float32(0)
     for i, block in enumerate(blocks):
         results = tile(*block)
         for k, (result, values_ref) in enumerate(zip(results, all_values, strict=True)):
-            values = saturated(result * scales[k], values_ref.dtype)
+            values = saturated(result * scales[k], dtype)
             mosaic.store(values_ref.at[fours, i, columns], values)
             byte = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
             words[k] |= byte << (8 * i)
@@ -268,9 +263,9 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
 
     @pl.when((row == 0) & (column == 0))
     def _():
-        for one_ref, inverse_ref, values in zip(largest, all_inverse, all_values, strict=True):
+        for one_ref, inverse_ref in zip(largest, all_inverse, strict=True):
             one = plgpu.layout_cast(lax.broadcast(one_ref[0], (128,)), _EQUAL)
-            inverse_ref[0] = _scale(one, values.dtype)[1].max()
+            inverse_ref[0] = _scale(one, dtype)[1].max()
 
 
 def _along(row_ref):

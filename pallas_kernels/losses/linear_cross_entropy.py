@@ -210,7 +210,8 @@ def _run(
     frozen: the weight needs no gradient, so dW is None.
     """
     v = weight.shape[1 if o.transposed else 0]
-    w = _padded(weight if o.fp8 else weight.astype(x.dtype), o)
+    padded = lambda a: mosaic.pad_axis(a, 1 if o.transposed else 0, 128)  # of the vocabulary
+    w = padded(weight if o.fp8 else weight.astype(x.dtype))
     if o.fp8:
         w = cast(w, fp8_linear.FORWARD, True)
         w = w if o.transposed else w._replace(values=w.transposed, transposed=w.values)
@@ -218,7 +219,7 @@ def _run(
     # fp8: 1, so that dz = -1 is exact; the products are multiplied by `scale`.
     factor = jnp.float32(1) if o.fp8 else scale
     factor = mask_by_label(factor, labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
+    loss, dx, dw = jnp.float32(0), [], None if dw is None else padded(dw)
     chunk = functools.partial(_fp8_chunk, scale) if o.fp8 else functools.partial(_chunk, w)
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
@@ -303,11 +304,6 @@ def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
     name, one = "linear_cross_entropy_gradient_fp8", [jnp.float32(1)]
     options = dict(rows=rows, name=name, approx=True)
     return quantize.cast_results(tile, [z], one, fp8_linear.BACKWARD, **options)[0][0]
-
-
-def _padded(weight, o: _Options):
-    """The weight, or its gradient, with a vocabulary that is a multiple of 128."""
-    return mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
 
 
 def _sums(z, local, valid, o: _Options):

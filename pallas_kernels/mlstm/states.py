@@ -294,9 +294,8 @@ def join_spans(decay, ends, first, parts, reverse):
     joined = tuple(sums(weights[..., 1:], z) for z in ends)
     if first is None:
         return joined
-    return tuple(
-        x + sums(weights[..., :1], z[:, :, None]) for x, z in zip(joined, first, strict=True)
-    )
+    from_first = lambda x, z: x + sums(weights[..., :1], z[:, :, None])
+    return tuple(map(from_first, joined, first))
 
 
 # ---- Hopper ----------------------------------------------------------------------------------

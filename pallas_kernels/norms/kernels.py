@@ -226,11 +226,9 @@ def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
         dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means),
         gate,
     )(x, dy, ds, gate, weight, tuple(stats))
-    dweights = {
-        k: a.sum(1).reshape(t.heads, -1)[:, : t.cols].astype(original[k].dtype)
-        for k, a in zip(summed, sums, strict=True)
-    }
-    dweights = {k: a.reshape(original[k].shape) for k, a in dweights.items()}
+    whole = lambda a: a.sum(1).reshape(t.heads, -1)[:, : t.cols]
+    pairs = zip(original.items(), sums, strict=True)
+    dweights = {k: whole(a).astype(w.dtype).reshape(w.shape) for (k, w), a in pairs}
     unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
     dx, dgate = map(unview, (dx, dgate), shapes)
     return dx, *map(dweights.get, ("weight", "bias", "x_bias")), dgate

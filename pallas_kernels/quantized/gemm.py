@@ -40,7 +40,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
-from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, QuantizedWeight
 from pallas_kernels.quantized.unpack import COLUMN_SCALES, LANE_WORDS, PLANE_WORDS, SCALES
 
 _N = 64  # rows of a wgmma, the columns of four tiles
@@ -72,9 +72,6 @@ class ManyPlan(NamedTuple):
     groups: int  # of a turn, or 1
     grouped: bool  # otherwise one scale for each column
     step: int  # k of a packed step, or of the two of 8 bits in a block
-    bits: int
-    format: Format
-    asymmetric: bool
     slots: int
     stages: int
     splits: int
@@ -102,11 +99,9 @@ def plan(
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    return ManyPlan(
-        m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
-        weight.bits, weight.format, asymmetric, slots, stages, splits, tiles, back,
-        weight.group or 1,
-    )  # fmt: skip
+    grouped, step = weight.group is not None, max(weight.step, _BLOCK)
+    sizes = m, rows, sets, turns, parts, groups, grouped, step, slots, stages, splits, tiles
+    return ManyPlan(*sizes, back, weight.group or 1)
 
 
 def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
@@ -147,15 +142,16 @@ def sums(x, weight: QuantizedWeight):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
-    x = mosaic.pad_axis(unpack.right_operand(x, p.format), 0, 8)
+    x = mosaic.pad_axis(unpack.right_operand(x, weight.format), 0, 8)
+    asymmetric = weight.offsets is not None
     return mosaic.kernel(
-        functools.partial(_body, p),
+        functools.partial(_body, p, (weight.bits, weight.format)),
         name="quantized_linear_dx" if p.back else "quantized_linear_many",
         out_type=out,
         scratch_types=dict(
-            **unpack.buffers(_WGS * p.slots, p.tiles, p.parts, p.groups, p.asymmetric),
+            **unpack.buffers(_WGS * p.slots, p.tiles, p.parts, p.groups, asymmetric),
             x_smem=mosaic.tiled(p.stages, p.rows, _BLOCK, dtype=jnp.bfloat16),
-            word_bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric, num_barriers=_WGS * p.slots),
+            word_bars=plgpu.Barrier(num_arrivals=2 + asymmetric, num_barriers=_WGS * p.slots),
             x_bars=plgpu.Barrier(num_barriers=p.stages),
             free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),
             done_bar=plgpu.Barrier(num_arrivals=_WGS),
@@ -165,7 +161,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
     )(*unpack.by_tile(weight), x)
 
 
-def _body(p: ManyPlan, words, scales, offsets, x, out, **smem):
+def _body(p: ManyPlan, kind, words, scales, offsets, x, out, **smem):
     refs = SimpleNamespace(words=words, scales=scales, offsets=offsets, x=x, out=out, **smem)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
@@ -183,7 +179,7 @@ def _body(p: ManyPlan, words, scales, offsets, x, out, **smem):
     def multiply(acc):
         @pl.loop(0, count)
         def _(i):
-            _multiply(p, refs, i, acc, load)
+            _multiply(p, kind, refs, i, acc, load)
             plgpu.commit_smem()  # the copies overwrite what the threads have read
             fetch(i + p.slots)
 
@@ -226,10 +222,10 @@ def _columns():
     return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
 
 
-def _multiply(p: ManyPlan, refs, i, acc, load):
-    """acc += w' x^T of the i-th turn."""
+def _multiply(p: ManyPlan, kind, refs, i, acc, load):
+    """acc += w' x^T of the i-th turn; kind: bits and format of w."""
     slot = _ring(p, refs).wait(i)
-    unpacked = (_transposed if p.back else _columns_of)(p, refs, slot)
+    unpacked = (_transposed if p.back else _columns_of)(p, kind, refs, slot)
     for block, w in enumerate(unpacked):
         s = i * _BLOCKS + block
         plgpu.wgmma(acc, w, refs.x_smem.at[_x_ring(p, refs).wait(s)].transpose((1, 0)))
@@ -239,7 +235,7 @@ def _multiply(p: ManyPlan, refs, i, acc, load):
         pl.when(s >= 2)(refill)
 
 
-def _columns_of(p: ManyPlan, refs, slot):
+def _columns_of(p: ManyPlan, kind, refs, slot):
     """w' of each step of a turn, 64 n x 64 k."""
     per = p.step // _BLOCK  # blocks of a step of the packed form
     parts = p.parts * per // _BLOCKS
@@ -250,16 +246,16 @@ def _columns_of(p: ManyPlan, refs, slot):
             words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
         groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
         scales = unpack.read_scales(refs, SCALES, *((slot, slice(None), g) for g in groups))
-        yield unpack.tile(words, *scales, block % per, p.bits, p.format)
+        yield unpack.tile(words, *scales, block % per, *kind)
 
 
-def _transposed(p: ManyPlan, refs, slot):
+def _transposed(p: ManyPlan, kind, refs, slot):
     """w' of each step of a turn, 64 k x 64 n."""
     for block in range(_BLOCKS):
         tiles = range(block * _TILES, (block + 1) * _TILES)
-        words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[p.bits]) for t in tiles]
+        words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[kind[0]]) for t in tiles]
         scales = unpack.read_scales(refs, COLUMN_SCALES, *((slot, t) for t in tiles))
-        yield unpack.transposed_tile(words, *scales, p.bits, p.format)
+        yield unpack.transposed_tile(words, *scales, *kind)
 
 
 def _store_sums(p: ManyPlan, refs, total):

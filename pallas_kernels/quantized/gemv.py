@@ -177,10 +177,8 @@ def _products(x, parts, norm, residual, dtypes, p: RowPlan):
         bar=plgpu.Barrier(num_arrivals=p.wgs),
         **smem,
     )
-    types = [
-        jax.ShapeDtypeStruct((count * COLUMNS,), dtype)
-        for count, dtype in zip(blocks, dtypes, strict=True)
-    ]
+    line = lambda count, dtype: jax.ShapeDtypeStruct((count * COLUMNS,), dtype)
+    types = list(map(line, blocks, dtypes))
     return mosaic.launch_parts(
         "quantized_linear_row", functools.partial(_part, p), p.wgs, scratch, blocks, types,
         mosaic.pad_axis(x, 0, p.turns * TURN * step).reshape(-1, step),

@@ -35,7 +35,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA, read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
-from pallas_kernels.quantized.formats import COLUMNS, Format, QuantizedWeight
+from pallas_kernels.quantized.formats import COLUMNS, QuantizedWeight
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES
 
 MAX_ROWS = 64
@@ -62,9 +62,6 @@ class FewPlan(NamedTuple):
     parts: int  # of a step, or of the two packed steps in it
     groups: int  # of one turn, or 1
     group: int  # k in a group
-    bits: int
-    format: Format
-    asymmetric: bool
     wgs: int
     stages: int
     splits: int
@@ -91,10 +88,7 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
         wgs //= 2
     stages = min(_STAGES, room // wgs)
     splits = max(1, min(_BLOCKS // sets, turns // wgs, _MOST_SPLITS))
-    return FewPlan(
-        m, rows, sets, turns, span, step, parts, groups, group, weight.bits,
-        weight.format, asymmetric, wgs, stages, splits,
-    )  # fmt: skip
+    return FewPlan(m, rows, sets, turns, span, step, parts, groups, group, wgs, stages, splits)
 
 
 @jax.jit
@@ -103,16 +97,16 @@ def product(x, weight: QuantizedWeight):
     p, x = plan(x.shape[0], weight), unpack.right_operand(x, weight.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
-    slots = p.wgs * p.stages
+    slots, asymmetric = p.wgs * p.stages, weight.offsets is not None
     return mosaic.kernel(
-        functools.partial(_body, p),
+        functools.partial(_body, p, (weight.bits, weight.format)),
         name="quantized_linear",
         out_type=jax.ShapeDtypeStruct((p.splits, p.sets * _N, p.rows), jnp.float32),
         scratch_types=dict(
-            **unpack.buffers(slots, _TILES, p.span * p.parts, p.groups, p.asymmetric),
+            **unpack.buffers(slots, _TILES, p.span * p.parts, p.groups, asymmetric),
             x_smem=mosaic.tiled(slots, p.span, p.rows, p.step, dtype=jnp.bfloat16),
             sum_smem=plgpu.SMEM((_N, p.rows), jnp.float32),
-            bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric + p.span, num_barriers=slots),
+            bars=plgpu.Barrier(num_arrivals=2 + asymmetric + p.span, num_barriers=slots),
             turn_bars=plgpu.Barrier(num_barriers=p.wgs),
         ),
         **mosaic.grid(split=p.splits, n=p.sets),
@@ -120,7 +114,7 @@ def product(x, weight: QuantizedWeight):
     )(*unpack.by_tile(weight), x)
 
 
-def _body(p: FewPlan, words, scales, offsets, x, out, **smem):
+def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):
     refs = SimpleNamespace(words=words, scales=scales, offsets=offsets, x=x, out=out, **smem)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
@@ -133,7 +127,7 @@ def _body(p: FewPlan, words, scales, offsets, x, out, **smem):
     def multiply(acc):
         @pl.loop(0, count)
         def _(i):
-            _multiply(p, refs, i, acc)
+            _multiply(p, kind, refs, i, acc)
             plgpu.commit_smem()  # the copies overwrite what the threads have read
             pl.when(i + p.stages < count)(lambda: fetch(i + p.stages))
 
@@ -163,8 +157,8 @@ def _fetch(p: FewPlan, refs, i, turn):
         ring.send(i, x, refs.x_smem, s)
 
 
-def _multiply(p: FewPlan, refs, i, acc):
-    """acc += w x^T of this warpgroup's i-th turn."""
+def _multiply(p: FewPlan, kind, refs, i, acc):
+    """acc += w x^T of this warpgroup's i-th turn; kind: bits and format of w."""
     slot = _ring(p, refs).wait(i)
     per = max(1, p.groups // p.span)  # groups of a step
 
@@ -177,7 +171,7 @@ def _multiply(p: FewPlan, refs, i, acc):
             own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
             own = [(slot, slice(None), lax.div(s * p.groups, jnp.int32(p.span)) + g) for g in own]
             scales = unpack.read_scales(refs, SCALES, *own)
-            w = unpack.tile(words, *scales, block, p.bits, p.format)
+            w = unpack.tile(words, *scales, block, *kind)
             x = refs.x_smem.at[slot, s, :, pl.ds(k, _BLOCK)]
             plgpu.wgmma(acc, w, x.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # each one in flight needs 16 registers
