@@ -42,11 +42,11 @@ def positions(x: Ids) -> jax.Array:
     return _int32(x) if _fits(x) else jnp.asarray(x.astype(np.float32))
 
 
-def segments(*ids: Ids | None) -> tuple:
+def segments(*given: Ids | None) -> tuple:
     """Ids (B, n) as int32, which within a row, over all arrays, compare as the given ids do."""
-    if ids[0] is None:  # there are none
-        return ids
-    ids = tuple(_checked("segment_ids", x) for x in ids)
+    ids = [_checked("segment_ids", x) for x in given if x is not None]
+    if not ids:
+        return given
     if all(map(_fits, ids)):
         return tuple(map(_int32, ids))
     # Each id becomes the number of different smaller ids in its row.
