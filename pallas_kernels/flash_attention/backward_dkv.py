@@ -31,15 +31,16 @@ from pallas_kernels.flash_attention.schedule import Call, Item, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
 
-def tiles(head_dim: int, group: int) -> Tiles:
+def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
         return Tiles(2, 128, 3, group == 1, 16)
-    if head_dim <= 96:
-        return Tiles(2, 64, 3, True, 16)
     if head_dim <= 128:
         return Tiles(2, 64, 4, False, 32)
-    return Tiles(2, 64, 2, False, 32, ROWS)  # two warpgroups for the same 64 keys
+    if head_dim <= 160 and softcap is None:
+        return Tiles(2, 64, 2, False, 32)
+    # Two warpgroups for the same 64 keys.
+    return Tiles(2, 64, 3 if head_dim <= 192 else 2, False, 32, ROWS)
 
 
 # Compute P and dS, and add to dV and dK.
@@ -309,7 +310,7 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     heads, kv_heads = call.heads or (q.shape[2], k.shape[2])
-    tile = tiles(q.shape[-1], heads // kv_heads)
+    tile = tiles(q.shape[-1], heads // kv_heads, call.softcap)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % tile.step:  # the last step has a half without queries, so its P must be 0
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)

@@ -33,12 +33,13 @@ from pallas_kernels.pipeline import Ring
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
+    if head_dim <= 80 and not packed:
+        return Tiles(2, 128, 3, True, 16)
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
-        return Tiles(3, 64, 4, True, 16) if packed else Tiles(2, 128, 3, True, 16)
-    if head_dim <= 96:
-        return Tiles(2, 64, 3, True, 16)
-    # At 256 as much as shared memory and registers hold.
-    return Tiles(2, 64, 3, False, 8) if head_dim <= 128 else Tiles(2, 64, 2, False, 16)
+        return Tiles(3, 64, 4, True, 16)
+    if head_dim <= 192:
+        return Tiles(2, 64, 3, head_dim <= 96, 16 if head_dim <= 96 else 8)
+    return Tiles(2, 64, 2, False, 16)  # as much as shared memory and registers hold
 
 
 def ahead(s: Schedule) -> int:

@@ -43,12 +43,15 @@ LEAP = 8.0  # how far logits in base 2 may exceed what their row's weights refer
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
-    if head_dim <= 64:
-        return Tiles(3, 128, 4, True, 16)
+    if head_dim <= 80:
+        return Tiles(3, 128, 3, True, 16)
+    if head_dim == 112:
+        return Tiles(3, 96, 2, True, 16)
     if head_dim <= 128:
         return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
-    # 256 columns of O leave registers for 64 keys.
-    return Tiles(2, 64, 2 if packed else 3, False, 16)
+    # The more columns O has, the fewer keys fit in registers and shared memory.
+    keys = 128 if head_dim <= 160 else 96 if head_dim <= (192 if packed else 224) else 64
+    return Tiles(2, keys, 2, False, 16)
 
 
 def v_stages(s: Schedule) -> int:
@@ -63,7 +66,7 @@ def scratch(s: Schedule) -> dict:
     return dict(
         qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
-        v=s.buffer(v_stages(s), s.columns),  # the ring of V
+        v=s.buffer(v_stages(s), s.columns, over_rows=True),  # the ring of V
         q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
         k_full=ring(num_arrivals=1 + s.packed),
         v_full=v_ring(),
@@ -78,9 +81,10 @@ def scratch(s: Schedule) -> dict:
 def weighs_early(s: Schedule) -> bool:
     """Whether P is computed before it is known whether m stays: 7% faster, given registers.
 
-    At D = 64 a thread has 168, at 256 O takes 128 of them, and a window's mask takes some.
+    In three warpgroups a thread has 168; above D = 160 O takes 96 or more, and a window's mask takes
+    some.
     """
-    return 64 < s.width <= 128 and s.visits.window is None
+    return s.wgs == 2 and s.width <= 160 and s.visits.window is None
 
 
 def keys_of(w: Worker) -> Operand:

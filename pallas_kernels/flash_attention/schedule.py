@@ -16,6 +16,7 @@ group: step r of a head takes tile base + r, and first ... end are counted from 
 
 import functools
 import heapq
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -124,9 +125,14 @@ class Schedule(NamedTuple):
         low, high, first, end = (spans[batch, mine, n] for n in range(4))
         return (low, high), (first, end)
 
-    def buffer(self, n: int, rows: int):
-        """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
-        return mosaic.tiled(n, rows, self.width, dtype=self.dtype)
+    def buffer(self, n: int, rows: int, over_rows: bool = False):
+        """Shared memory for n tiles of that many rows, as TMA and wgmma want it.
+
+        over_rows: wgmma sums over the rows, in whole swizzles.
+        """
+        swizzled = math.gcd(rows, self.width) if over_rows else self.width
+        transforms = mosaic.wgmma_tiles(swizzled, self.dtype)
+        return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=transforms)
 
     def ids(self, n: int, rows: int):
         """Shared memory for n times that many ids, or None without segments."""
