@@ -15,7 +15,7 @@ from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
-from jaxllm.errors import InputError, memory_errors
+from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.infer.evaluate import text_bytes
 from jaxllm.models import flops_per_token
@@ -23,7 +23,7 @@ from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
-from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops
+from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops, print_line
 from jaxllm.train.process import check_kernels
 from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
@@ -121,7 +121,13 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
         )
 
 
-def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], None]) -> None:
+def emit(text: str) -> None:
+    """Prints a line on the first process."""
+    if jax.process_index() == 0:
+        print_line(text)
+
+
+def print_header(trainer: Trainer, data: Dataset | None) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
     emit(f"model    {trainer.describe()}")
@@ -153,44 +159,38 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
 
 
 def initial_state(
-    trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights, advice: str
+    trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights
 ) -> tuple[TrainState, Base | None]:
     """(state to train from, what identifies the base of adapters).
 
     The state comes from the checkpoint of step `restored`, or is new.
-    weights: the result of `open_initial_weights`.  advice: for when memory runs out.
+    weights: the result of `open_initial_weights`.
     Raises InputError if the base is another one than before.
     """
     base, identity = (), None
-    with memory_errors(advice):
-        if trainer.lora is not None:
-            held, model = base_of(weights), trainer.config.model
-            base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
-            step = held.step if isinstance(held, RunWeights) else None
-            identity = Base(str(held.folder.absolute()), step, checksum)
-            known = weights.expected if isinstance(weights, AdapterWeights) else None
-            if restored is not None:
-                known = Base(**checkpoints.about(restored)["base"])
-            if known is not None:
-                known.check(checksum)
+    if trainer.lora is not None:
+        held, model = base_of(weights), trainer.config.model
+        base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
+        step = held.step if isinstance(held, RunWeights) else None
+        identity = Base(str(held.folder.absolute()), step, checksum)
+        known = weights.expected if isinstance(weights, AdapterWeights) else None
         if restored is not None:
-            saved = trainer.abstract_state().saved()
-            return trainer.complete(checkpoints.restore(restored, saved), base), identity
-        params = None
-        if trainer.lora is None and weights is not None:
-            params = load_params(weights, trainer.abstract_state().params)
-        elif isinstance(weights, AdapterWeights):
-            params = weights.adapters(trainer.abstract_params, trainer.mesh)
-        return trainer.init(params, base), identity
+            known = Base(**checkpoints.about(restored)["base"])
+        if known is not None:
+            known.check(checksum)
+    if restored is not None:
+        saved = trainer.abstract_state().saved()
+        return trainer.complete(checkpoints.restore(restored, saved), base), identity
+    params = None
+    if trainer.lora is None and weights is not None:
+        params = load_params(weights, trainer.abstract_state().params)
+    elif isinstance(weights, AdapterWeights):
+        params = weights.adapters(trainer.abstract_params, trainer.mesh)
+    return trainer.init(params, base), identity
 
 
 def compile_step(
-    trainer: Trainer,
-    out_dir: Path,
-    fresh: bool,
-    emit: Callable[[str], None],
-    advice: str,
-    lowered: Callable[[], None],
+    trainer: Trainer, out_dir: Path, fresh: bool, lowered: Callable[[], None]
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
@@ -208,11 +208,10 @@ def compile_step(
             shutil.rmtree(compiled, ignore_errors=True)
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
-    with memory_errors(advice):
-        program, canary = find(trace_step), None
-        emit(f"kernels  {kernel_summary()}")
-        if config.verify_every:
-            canary = Canary(trainer, find(Trainer.trace_verified_step))
+    program, canary = find(trace_step), None
+    emit(f"kernels  {kernel_summary()}")
+    if config.verify_every:
+        canary = Canary(trainer, find(Trainer.trace_verified_step))
     emit(f"compiled in {time.perf_counter() - clock:.1f} s, writing to {out_dir}")
     return program, canary
 
@@ -239,9 +238,7 @@ def kernel_summary() -> str:
     return f"all ops run on XLA: {why}"
 
 
-def open_log(
-    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, emit: Callable[[str], None]
-) -> RunLog | SilentLog:
+def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> RunLog | SilentLog:
     """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog(out_dir, start)

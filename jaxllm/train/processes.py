@@ -5,6 +5,7 @@ report a dead peer in one line, because JAX's coordination service then ends it 
 long log; the process that watches replaces this log by the line.
 """
 
+import argparse
 import json
 import os
 import re
@@ -48,20 +49,16 @@ class Place(NamedTuple):
     gpu: int | None = None  # None: all of this machine, or the one that the cluster chose
 
 
-def places(
-    count: int | None, index: int | None, coordinator: str | None, distributed: bool
-) -> list[Place]:
-    """The processes that this command runs; empty if it is to train by itself.
-
-    count, index, coordinator: the options --processes, --process, --coordinator.
-    """
-    if index is not None:
-        return [Place(count, index, coordinator)]
+def places(options: argparse.Namespace) -> list[Place]:
+    """The processes that `jaxllm train` runs; empty if it is to train by itself."""
+    count = options.processes
+    if options.process is not None:
+        return [Place(count, options.process, options.coordinator)]
     if count is not None and count > 1:
         with socket.create_server(("localhost", 0)) as free:
             address = f"localhost:{free.getsockname()[1]}"
         return [Place(count, i, address, gpu=i) for i in range(count)]
-    return [Place()] if distributed else []
+    return [Place()] if options.config.mesh.distributed else []
 
 
 @dataclass

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.errors import in_short, memory_errors
+from jaxllm.errors import in_short
 
 
 class StepClock:
     """Times each step, and records it while the devices run the next one."""
 
-    def __init__(self, record: Callable[[int, dict, float], None], advice: str):
-        """record: called with a step, its metrics and its seconds.
-
-        advice: for when memory runs out.
-        """
-        self.record, self.advice = record, advice
+    def __init__(self, record: Callable[[int, dict, float], None]):
+        """record: called with a step, its metrics and its seconds."""
+        self.record = record
         self.running: tuple[int, dict] | None = None
         self.clock = time.perf_counter()
 
@@ -39,8 +36,7 @@ class StepClock:
         if self.running is None:
             return
         (step, metrics), self.running = self.running, None
-        with memory_errors(self.advice):
-            values = {name: float(value) for name, value in metrics.items()}  # waits for the step
+        values = {name: float(value) for name, value in metrics.items()}  # waits for the step
         before, self.clock = self.clock, time.perf_counter()
         self.record(step, values, self.clock - before)
 

@@ -49,10 +49,7 @@ def _run(argv: list[str]) -> int:
 
         print_line(predict(config, gpus))
         return 0
-    where = processes.places(
-        arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
-    )
-    if where:
+    if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
     return _train(arguments)
 
@@ -106,19 +103,16 @@ def check_input(config: Config, opens_data: bool) -> None:
 
 def dry_run(config: Config) -> int:
     """Prints what a run needs; compiles and writes nothing.  Raises InputError if it cannot fit."""
-    import jax
-
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
     adapts = getattr(config.model, "lora", None) is not None
     weights = launch.open_initial_weights(config, None, None) if adapts else None
     trainer = launch.make_trainer(config, mesh, weights)
-    emit = print_line if jax.process_index() == 0 else lambda text: None
-    launch.print_header(trainer, None, emit)
+    launch.print_header(trainer, None)
     launch.trace_step(trainer)
-    emit(f"kernels  {launch.kernel_summary()}")
-    emit(estimate.summarize(trainer))
+    launch.emit(f"kernels  {launch.kernel_summary()}")
+    launch.emit(estimate.summarize(trainer))
     return 0
 
 
@@ -146,7 +140,6 @@ class Run:
         )
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
-        emit = print_line if self.rank == 0 else lambda text: None
         if self.rank == 0:  # Checkpoints would delete another process's running save
             stack.enter_context(lock_directory(out_dir))
             if not resume:  # another process may have made it while this one started
@@ -154,7 +147,7 @@ class Run:
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
+            launch.emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and text_folder(weights)) if newest is None else out_dir
@@ -174,23 +167,21 @@ class Run:
             now = config.model_dump()
             changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.print_header(self.trainer, self.dataset, emit)
+        launch.print_header(self.trainer, self.dataset)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
+            launch.emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
-        with ThreadPoolExecutor(1) as pool:
+        with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
             fresh, lowered = self.start == 0, threading.Event()
-            compiling = pool.submit(
-                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice, lowered.set
-            )
+            compiling = pool.submit(launch.compile_step, self.trainer, out_dir, fresh, lowered.set)
             compiling.add_done_callback(lambda _: lowered.set())  # also if it failed
             if newest is None and weights is None:
                 lowered.wait()  # Python draws weights, and would lower the step half as fast
             self.state, self.base = launch.initial_state(
-                self.trainer, self.checkpoints, newest, weights, self.advice
+                self.trainer, self.checkpoints, newest, weights
             )
             self.step_program, self.canary = compiling.result()
         self.evaluate = self.trainer.eval_step()
@@ -198,7 +189,7 @@ class Run:
         span = range(*config.profile.span) if self.rank == 0 else range(0)
         self.trace = StepTrace(span, out_dir / "profile")
         try:
-            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
         if (lost := saved.get("rows", 0) - self.log.rows) > 0:
@@ -213,9 +204,10 @@ class Run:
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
-            if self.chat and self.start == 0:
-                self._sample(0)  # to compare with what it learns to say
-            step, received = self._take_steps(batches, stop)
+            with memory_errors(self.advice):
+                if self.chat and self.start == 0:
+                    self._sample(0)  # to compare with what it learns to say
+                step, received = self._take_steps(batches, stop)
             self._finish()
             if received is not None:
                 options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
@@ -254,7 +246,7 @@ class Run:
         if self.start:  # a signal or a kill may have come between a save and what follows it
             due = self._due(self.start) - self.log.logged - {"checkpoint"}
             self._evaluate_sample_save(self.start, due)
-        clock = StepClock(self._record, self.advice)
+        clock = StepClock(self._record)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):
                 with clock.stopped():

@@ -50,7 +50,7 @@ with StopSignals() as stop:
 def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypatch):
     now, steps = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = StepClock(lambda *step: steps.append(step), "")
+    clock = StepClock(lambda *step: steps.append(step))
     for step in (1, 2, 3):
         now[0] += 1
         clock.started(step, {"loss": step})
