@@ -8,9 +8,10 @@ import html
 import io
 import json
 import math
-import re
+import platform
 import time
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,7 @@ from markupsafe import Markup
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.config.loading import flat
 from jaxllm.errors import InputError
-from jaxllm.files import write_whole
+from jaxllm.files import read_json, write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
@@ -134,14 +135,12 @@ class LoadedRun:
         if not self.rows:
             raise InputError(f"{folder} holds no metrics yet; jaxllm train writes them")
         self.name, self.color = folder.resolve().name, color
-        self.about, self.ops, self.versions = {}, [], {}
-        if (folder / "run.json").exists():
-            try:
-                self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-                self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
-                self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
-            except (ValueError, TypeError, AttributeError, RecursionError) as e:
-                raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
+        try:
+            self.about = read_json(folder / "run.json", optional=True)
+            self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
+            self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
+        except (InputError, TypeError, AttributeError) as e:
+            raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
 
     @property
     def bits(self) -> float | None:
@@ -213,24 +212,21 @@ def chart(
     curves, dots = [shown(points) for points in read(key)], read("val_loss")
     if end:
         half = max((p[0] for points in curves for p in points), default=0) / 2
-        curves, dots = (
-            [[p for p in points if p[0] > half] for points in x] for x in (curves, dots)
-        )
+        late = lambda lines: [[p for p in points if p[0] > half] for points in lines]
+        curves, dots = late(curves), late(dots)
     if not any(curves):
         return ""
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
         figure = Figure(figsize=(5, 2.8), dpi=72, layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
+        axes, lines = figure.subplots(), []
         for run, points, validation in zip(runs, curves, dots, strict=True):
             noise = noisy and len(points) > 50
-            if points:
-                faint = 0.3 if noise else 1
-                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=faint)
+            lines.append(smooth(points) if noise else thin(points))
             if noise:
-                axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
+                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=0.3)
+            if points:
+                axes.plot(*zip(*lines[-1], strict=True), color=run.color, lw=1.5 if noise else 1)
             if validation and key == "loss":
                 axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
         axes.set(xlabel=axis, ylabel=unit)
@@ -245,12 +241,11 @@ def chart(
         axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        data = html.escape(json.dumps(hover(axes, runs, curves, noisy)))
+        out, without = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=without)
+        data = html.escape(json.dumps(hover(axes, runs, lines)))
     picture = out.getvalue().replace(INK, "currentColor")
     picture = picture[picture.index("<svg") :]  # drops the XML declarations
-    picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
     picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     return (
         f'<figure data-axis={axis} data-curves="{data}">'
@@ -270,16 +265,14 @@ def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
     return "tokens", known, None
 
 
-def hover(axes, runs: list[LoadedRun], curves: list, noisy: bool) -> list[dict]:
-    """What SCRIPT shows: {name, points: [(column of the SVG, x, value)]} of each run's curve."""
+def hover(axes, runs: list[LoadedRun], lines: list) -> list[dict]:
+    """What SCRIPT shows: {name, points: [(column of the SVG, x, value)]} of each run's line."""
     column = lambda x: round(float(axes.transData.transform((x, 1))[0]), 1)
-    found = []
-    for run, points in zip(runs, curves, strict=True):
-        kept = smooth(points) if noisy and len(points) > 50 else thin(points)
-        name = run.name if len(runs) > 1 else ""
-        if kept:
-            found.append({"name": name, "points": [(column(x), x, y) for x, y in kept]})
-    return found
+    return [
+        {"name": run.name * (len(runs) > 1), "points": [(column(x), x, y) for x, y in points]}
+        for run, points in zip(runs, lines, strict=True)
+        if points
+    ]
 
 
 def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
@@ -358,9 +351,6 @@ def page(runs: list[LoadedRun]) -> str:
 
 def describe(folder: Path, about: dict, ops: list) -> None:
     """Writes run.json: `about` (model, tokens per step, device, ...), versions, how the ops ran."""
-    import platform
-    from importlib.metadata import version
-
     path = folder / "run.json"
     about = about | {
         "started": time.strftime("%Y-%m-%d %H:%M"),
