@@ -63,21 +63,16 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     add_checkpoint(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
-    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    size = "sequences per batch (default: the run's for the loss, else 16)"
-    parser.add_argument("--batch_size", type=int, help=size)
-    parser.add_argument("--batches", type=int, help="for the loss: use only the first N batches")
-    parser.add_argument(
-        "--limit", type=int, help="for HellaSwag and tasks: use only the first N questions"
+    parser.option("--hellaswag FILE", "HellaSwag as JSON lines", among=what)
+    parser.option("--tasks NAME,...", "tasks of lm-evaluation-harness", among=what)
+    parser.option(
+        "--batch_size N", "sequences per batch (default: the run's for the loss, else 16)"
     )
-    parser.add_argument("--shots", type=int, help="for tasks: solved examples before each question")
-    parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="for tasks: a folder of your own, as YAML"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="for tasks: write all results here, as JSON"
-    )
+    parser.option("--batches N", "for the loss: use only the first N batches")
+    parser.option("--limit N", "for HellaSwag and tasks: use only the first N questions")
+    parser.option("--shots N", "for tasks: solved examples before each question")
+    parser.option("--include_path DIR", "for tasks: a folder of your own, as YAML")
+    parser.option("--out FILE", "for tasks: write all results here, as JSON")
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:

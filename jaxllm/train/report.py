@@ -381,10 +381,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> None:
     parser = Parser(prog="jaxllm report", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"
-    )
+    parser.option("folders DIR", "a run's directory", nargs="+")
+    parser.option("--out FILE", "default: report.html in the first directory")
     words = parser.parse_args(argv)
     out = words.out or words.folders[0] / "report.html"
     try:

@@ -194,7 +194,7 @@ def test_a_configuration_comes_from_standard_input(tmp_path):
 def test_a_quoted_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     parser = command_line.Parser()
-    parser.add_argument("--out", type=Path)
+    parser.option("--out FILE", "")
     assert parser.parse_args(["--out=~/x"]).out == Path("/home/me/x")
 
 
@@ -211,6 +211,8 @@ train --config ~/nothing
 train --config llama3_small --out_dir ~/nothing
 train --config llama3_small --data.cache_dir ~/nothing
 generate --checkpoint ~/nothing --prompt a
+generate --checkpoint RUN --prompts ~/nothing
+evaluate --checkpoint RUN --hellaswag ~/nothing
 chat --checkpoint ~/nothing
 report ~/nothing
 """
