@@ -49,7 +49,13 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
             _check_known(key, known, f" in {path.name}", kind)
     for key, text in (overrides or {}).items():
         _check_known(key, known, "", kind)
-        _set(raw, key, _parse(key, text, known[key].annotation))
+        *sections, name = key.split(".")
+        values = raw
+        for section in sections:
+            if not isinstance(values.get(section), dict):
+                values[section] = {}
+            values = values[section]
+        values[name] = _parse(key, text, known[key].annotation)
     try:
         return Config.model_validate(raw)
     except ValidationError as e:
@@ -121,15 +127,6 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{name}.")
     return found
-
-
-def _set(raw: dict, key: str, value) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        if not isinstance(raw.get(section), dict):
-            raw[section] = {}
-        raw = raw[section]
-    raw[name] = value
 
 
 def _parse(key: str, text: str, annotation):

@@ -42,30 +42,29 @@ class StepClock:
 
 
 class StepTrace:
-    """Traces the steps of `span` that this process takes into a folder.
-
-    No step may be running when the loop calls `start` or `stop`.
-    """
+    """Traces the steps of `span` that this process takes into a folder, while no other runs."""
 
     def __init__(self, span: range, folder: Path):
         self.span, self.folder = span, folder
         self.first: int | None = None  # the first traced step, while the trace runs
 
-    def begins(self, step: int) -> bool:
-        """Whether to start the trace before `step`: a resumed run may begin amid the span."""
-        return self.first is None and step in self.span
+    def before(self, step: int, clock: StepClock) -> None:
+        """Starts the trace if `step` is in the span, amid which a resumed run may begin."""
+        if self.first is None and step in self.span:
+            with clock.stopped():
+                jax.profiler.start_trace(str(self.folder))
+            self.first = step
 
-    def ends(self, step: int, stopping: bool) -> bool:
-        """Whether to stop the trace after `step`, which may be the last before a signal."""
-        return self.first is not None and (stopping or step + 1 not in self.span)
+    def after(self, step: int, clock: StepClock, stopping: bool) -> str | None:
+        """Ends the trace after the span, or if a signal stops the run; returns what it says."""
+        if self.first is None or (step + 1 in self.span and not stopping):
+            return None
+        with clock.stopped():
+            return self._kernels(step + 1 - self.first)
 
-    def start(self, step: int) -> None:
-        jax.profiler.start_trace(str(self.folder))
-        self.first = step
-
-    def stop(self, step: int) -> str:
-        """Writes the trace; returns a table of the ten longest kernels."""
-        n, self.first = step + 1 - (self.first or 0), None
+    def _kernels(self, n: int) -> str:
+        """Writes the trace of n steps; returns a table of the ten longest kernels."""
+        self.first = None
         try:
             jax.profiler.stop_trace()
             files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)

@@ -248,9 +248,7 @@ class Run:
             self._evaluate_sample_save(self.start, due)
         clock = StepClock(self._record)
         for step in range(self.start + 1, steps + 1):
-            if trace.begins(step):
-                with clock.stopped():
-                    trace.start(step)
+            trace.before(step, clock)
             batch = self.trainer.put_batch(next(batches))
             if self.canary is not None and step % self.config.train.verify_every == 0:
                 self.state, metrics = self.canary.take(step, self.state, batch)
@@ -261,10 +259,10 @@ class Run:
             # step ignores it.
             received = stop.after(step) if step < steps else None
             due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
-            if due or trace.ends(step, received is not None):
+            if kernels := trace.after(step, clock, received is not None):
+                self.log.message(kernels)
+            if due:
                 with clock.stopped():
-                    if trace.ends(step, received is not None):
-                        self.log.message(trace.stop(step))
                     self._evaluate_sample_save(step, due)
             if received is not None:
                 return step, received

@@ -72,13 +72,12 @@ def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
 
     def take(start, steps, signal_after=None):
         trace, ended = StepTrace(range(4, 8), tmp_path), []
+        clock = StepClock(lambda *step: None)
         for step in range(start + 1, steps + 1):
-            if trace.begins(step):
-                trace.start(step)
-            if trace.ends(step, step == signal_after):
+            trace.before(step, clock)
+            if (said := trace.after(step, clock, step == signal_after)) is not None:
                 ended.append(step)
-                # There is no file, as on a full disk.
-                assert "could not be written" in trace.stop(step)
+                assert "could not be written" in said  # there is no file, as on a full disk
             if step == signal_after:
                 break
         trace.close()
