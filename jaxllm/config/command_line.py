@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         )
         super().__init__(formatter_class=help_, allow_abbrev=False, **options)
 
-    def option(self, spec: str, help: str, *, among=None, **options) -> None:
+    def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
         """Adds an option as --help lists it: "--step N", or the flag "--chat".
 
         The word for the value says its type: numbers N and X, paths DIR, FILE, SOURCE and OUT, else
@@ -86,7 +86,8 @@ class Parser(argparse.ArgumentParser):
         """
         name, _, value = spec.partition(" ")
         if value:
-            options = {"metavar": value, "type": _TYPES.get(value, str)} | options
+            options.setdefault("type", _TYPES.get(value, str))
+            options["metavar"] = value
         elif "choices" not in options:
             options["action"] = "store_true"
         if "default" in options and "action" not in options:

@@ -165,11 +165,10 @@ def _kept_by_forward(
     vocabulary = config.model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
     given = set(traced.invars)
-    kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in given}
-    # pyrefly: ignore[missing-attribute]
-    held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1  # not gradients
-    # pyrefly: ignore[bad-argument-type]
-    arrays = [aval for aval in kept.values() if held(aval)]
+    kept: dict[Var, Any] = {v: v.aval for v in traced.outvars if isinstance(v, Var)}
+    # Without gradients, which have the parameters' shapes.
+    held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1
+    arrays = [aval for v, aval in kept.items() if v not in given and held(aval)]
     size = lambda array: array.size * array.dtype.itemsize
     logits = sum(size(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(size, arrays)) - logits

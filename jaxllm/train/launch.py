@@ -105,7 +105,7 @@ def prompt_of(config: SampleConfig, data: Dataset) -> str:
         return "Hello"
     ids = data.val.read(0, min(16, len(data.val)))
     text = data.tokenizer.decode(ids, special=False).partition("\ufffd")[0].strip()
-    return " ".join(text.split()[:3]) or text or "The"
+    return " ".join(text.split()[:3]) or "The"
 
 
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:

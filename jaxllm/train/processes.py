@@ -153,11 +153,8 @@ def _wait(children: list[_Child]) -> None:
 def _rest(fd: int) -> bytes:
     """What a pipe still holds; a grandchild may keep it open."""
     os.set_blocking(fd, False)
-    try:
-        with open(fd, "rb", buffering=0) as pipe:
-            return pipe.read() or b""
-    except OSError:
-        return b""
+    with open(fd, "rb", buffering=0) as pipe:
+        return pipe.read() or b""
 
 
 def _pass_on(children: list[_Child]) -> None:

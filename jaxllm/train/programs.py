@@ -133,10 +133,7 @@ def _modules() -> tuple[list[str], int]:
 
 
 def write(
-    place: Path,
-    program: jax.stages.Compiled,
-    decisions: dict[dispatch.Decision, int],
-    timings: Path | None,
+    place: Path, program: jax.stages.Compiled, decisions: Counter, timings: Path | None
 ) -> None:
     """Keeps a step, with the decisions of its ops and the times of matmuls that it follows.
 

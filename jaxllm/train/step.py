@@ -137,7 +137,7 @@ class Trainer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
-        of_opt_state = optax.tree.map_params(
+        of_moments = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
             lambda moment, s: moment if _is_masked(moment) else s,
@@ -146,11 +146,13 @@ class Trainer:
             transform_non_params=lambda _: whole,
             is_leaf=_is_masked,
         )
-        of_watch, of_copies = optim.Watch(whole, whole), self._matrices(self.working_shardings)
+        of_copies = self._matrices(self.working_shardings)
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, of_watch, of_copies, of_base)
+        return TrainState(
+            whole, of_params, of_moments, optim.Watch(whole, whole), of_copies, of_base
+        )
 
     def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
