@@ -137,7 +137,7 @@ class Trainer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
-        of_moments = optax.tree.map_params(
+        of_opt = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
             lambda moment, s: moment if _is_masked(moment) else s,
@@ -150,9 +150,7 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(
-            whole, of_params, of_moments, optim.Watch(whole, whole), of_copies, of_base
-        )
+        return TrainState(whole, of_params, of_opt, optim.Watch(whole, whole), of_copies, of_base)
 
     def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
