@@ -48,10 +48,9 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
 
 
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
-def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
+def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted, capsys):
     config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
     data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
-    lines = []
-    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
+    launch.print_header(Trainer(config, make_mesh(config.mesh)), data)
     note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
-    assert (note in "\n".join(lines)) == noted
+    assert (note in capsys.readouterr().out) == noted
