@@ -40,83 +40,6 @@ CHARTS = (  # key of metrics.jsonl, title, unit, noisy, scale, only the second h
     ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, "from 0", False),
 )
 SPIKE = 10  # a log scale ends at this multiple of the highest median
-STYLE = """
-:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; }
-body { padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0 0 1rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .8rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
-th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-th { white-space: nowrap; }
-.grid { display: grid; gap: 1.2rem; }
-.grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
-figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
-svg { height: auto; } summary { cursor: pointer; font-weight: 600; margin: 1rem 0 .5rem; }
-pre { margin: .3rem 0 0; padding: .8rem; border-radius: 6px; background: var(--soft); }
-pre { font-size: 13px; overflow: auto; max-height: 24rem; white-space: pre-wrap; }
-pre { overflow-wrap: anywhere; }
-output { display: block; min-height: 1.5em; font-variant-numeric: tabular-nums; }
-svg { touch-action: pan-y; } svg line { stroke: currentColor; stroke-width: .5; }
-@media (max-width: 600px) { th, td { padding-right: .6rem; overflow-wrap: anywhere; }
-table { display: table; width: 100%; font-size: 13px; } th { white-space: normal; } }
-.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
-"""
-
-
-# Shows the values under the pointer below each chart, and a line at their step.
-SCRIPT = """
-for (const figure of document.querySelectorAll("figure[data-curves]")) {
-  const curves = JSON.parse(figure.dataset.curves), svg = figure.querySelector("svg");
-  const line = svg.appendChild(document.createElementNS(svg.namespaceURI, "line"));
-  const show = event => {
-    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(
-      svg.getScreenCTM().inverse()).x;
-    const near = curves.map(({points}) => points.reduce(
-      (a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
-    const values = near.map((point, i) => `${curves[i].name} ${+point[2].toPrecision(4)}`.trim());
-    figure.querySelector("output").textContent =
-      `${figure.dataset.axis} ${near[0][1].toLocaleString("en")}: ${values.join(", ")}`;
-    for (const [key, value] of [["x1", near[0][0]], ["x2", near[0][0]], ["y1", 0],
-      ["y2", svg.viewBox.baseVal.height]]) line.setAttribute(key, value);
-  };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerdown", show);
-}
-"""
-
-
-PAGE = (
-    DOCTYPE
-    + """<html lang=en><head><meta charset=utf-8>
-<meta name=viewport content="width=device-width, initial-scale=1">
-{%- macro table(head, rows) -%}
-<table><thead><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr></thead><tbody>
-{%- for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor -%}
-</tbody></table>
-{%- endmacro %}
-<title>{{ runs | map(attribute="name") | join(", ") }}</title><style>{{ style }}</style></head>
-<body><h1>Training report</h1>
-{{ table(["run"] + names, facts) }}
-<h2>Curves</h2><div class=grid>{{ charts | join }}</div>
-{% if differences %}<h2>What differs</h2>{{ table(["setting"] + names, differences) }}{% endif %}
-{% for run in runs %}
-<h2>{{ names[loop.index0] }}</h2>
-{% for step, text in run.samples() %}
-{% if loop.first %}<h3>Samples over time</h3><div class=grid>{% endif %}
-<figure><figcaption>step {{ "{:,}".format(step) }}</figcaption><pre tabindex=0>
-{{ text }}</pre></figure>
-{% if loop.last %}</div>{% endif %}
-{% endfor %}
-{% if run.ops %}<h3>How the ops ran</h3>{{ table(["op", "runs on", "why"], run.ops) }}{% endif %}
-{% if run.versions %}<h3>Versions</h3>{{ table(run.versions, [run.versions.values()]) }}{% endif %}
-<details><summary>Configuration</summary><pre>{{ run.config }}</pre></details>
-{% endfor %}
-<script>{{ script }}</script></body></html>
-"""
-)
 
 
 class LoadedRun:
@@ -266,7 +189,7 @@ def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
 
 
 def hover(axes, runs: list[LoadedRun], lines: list) -> list[dict]:
-    """What SCRIPT shows: {name, points: [(column of the SVG, x, value)]} of each run's line."""
+    """For the page's script: {name, points: [(column of the SVG, x, value)]} of each line."""
     column = lambda x: round(float(axes.transData.transform((x, 1))[0]), 1)
     return [
         {"name": run.name * (len(runs) > 1), "points": [(column(x), x, y) for x, y in points]}
@@ -337,15 +260,14 @@ def page(runs: list[LoadedRun]) -> str:
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
     # The name of each run after a dot in the color of its curves.
     dot = Markup('<i class="dot" style="background:{}"></i>{}')
-    template = Environment(autoescape=True).from_string(PAGE)
+    text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True).from_string(text)
     return template.render(
         runs=runs,
         names=[dot.format(run.color, run.name) for run in runs],
         facts=[fact for fact in facts if any(fact[1:])],
         charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
         differences=differences(runs),
-        style=Markup(STYLE),
-        script=Markup(SCRIPT),
     )
 
 
