@@ -24,7 +24,6 @@ from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker, print_line
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
-from jaxllm.train.summary import summarize_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,7 +216,7 @@ class Run:
                 )
                 return 128 + received
             if self.rank == 0:
-                self.log.message(summarize_run(self.out_dir, self.prompt, self.chat))
+                self.log.message(report.summarize_run(self.out_dir, self.prompt, self.chat))
             return 0
         except RunError as e:
             with contextlib.suppress(RunError):

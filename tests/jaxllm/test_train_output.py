@@ -9,7 +9,7 @@ import pytest
 from jaxllm import config as configs
 from jaxllm.data import open_dataset
 from jaxllm.sharding import make_mesh
-from jaxllm.train import launch, summary
+from jaxllm.train import launch, report
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
@@ -43,8 +43,8 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
         monkeypatch.delenv("UV", raising=False)
         if uv:
             monkeypatch.setenv("UV", "/usr/bin/uv")
-        assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
-    assert summary.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
+        assert report.generate_command(Path("a"), "it's") == f"{wanted} {more}"
+    assert report.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
 
 
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
