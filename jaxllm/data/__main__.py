@@ -86,9 +86,15 @@ def _run(args: Namespace) -> None:
         return
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
-        options = dict(special=args.special_tokens, end_token=args.end_token)
-        options |= dict(shard_tokens=args.shard_tokens, val_fraction=args.val_fraction)
-        tokens = prepare(source, tokenizer, args.out, **options)
+        tokens = prepare(
+            source,
+            tokenizer,
+            args.out,
+            special=args.special_tokens,
+            end_token=args.end_token,
+            shard_tokens=args.shard_tokens,
+            val_fraction=args.val_fraction,
+        )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
         print(
             f"{tokens['names']:,} names of special tokens in the text, {_READ[args.special_tokens]}"

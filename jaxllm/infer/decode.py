@@ -60,7 +60,7 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
     run = getattr(weights, "run", None)  # weights of others have none
     end_token = None if run is None else run.data.end_token
     tokenizer = Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
-    if said := tokenizer.sampling[1]:
+    if said := tokenizer.describe_sampling():
         print(said, file=sys.stderr)
     return tokenizer
 

@@ -112,8 +112,13 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
         )
-    options = dict(seq_len=config.train.seq_len, seed=config.train.seed, training=False)
-    data = open_dataset(config.data, vocab_size=config.model.vocab_size, **options)
+    data = open_dataset(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        training=False,
+    )
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())

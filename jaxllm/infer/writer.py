@@ -35,7 +35,7 @@ class Writer:
                 "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
             )
         self.tokenizer = decode.open_tokenizer(weights)
-        settings = self.tokenizer.sampling[0] | args.config.model_dump(exclude_unset=True)
+        settings = self.tokenizer.sampling | args.config.model_dump(exclude_unset=True)
         self.config = sampling(f"settings of {self.tokenizer.folder}: ", **settings)
         self.most = decode.most_tokens(weights.config)
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])

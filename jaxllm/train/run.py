@@ -387,10 +387,10 @@ class Run:
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         ends = tokenizer.chat_ends if self.chat else ends
-        options = dict(sample=step, rows=rows, ends=ends)
+        model = self.trainer.graph, self.whole
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
-                tokens = generate(self.trainer.graph, self.whole, prompt, config, **options)
+                tokens = generate(*model, prompt, config, sample=step, rows=rows, ends=ends)
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return
