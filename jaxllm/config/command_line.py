@@ -16,17 +16,14 @@ from jaxllm.config.loading import CONFIG_DIR, INDENT, columns, flat, help_text, 
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
-# The settings that a resumed run may change; any other would make it a different run.
+# The settings that a resumed run may change, as all of mesh, sample and profile; any other would
+# make it a different run.
 CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.verify_every train.on_corruption
-    train.deterministic train.autotune train.tracker train.fp8 model.kernels
-    model.remat data.prefetch data.cache_dir data.path data.val_path
-    mesh.data mesh.fsdp mesh.context mesh.tensor
-    mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
-    sample.temperature sample.top_k sample.top_p sample.seed profile.steps
+    train.verify_every train.on_corruption train.deterministic train.autotune train.tracker
+    train.fp8 model.kernels model.remat data.prefetch data.cache_dir data.path data.val_path
     """.split()
 )
 
@@ -329,9 +326,10 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
         value, before = new[key], old.get(key, new[key])
-        if value != before:
-            changed.append(f"{key}={value!r} (was {before!r})")
-        if value != before and key not in CHANGEABLE | free:
+        if value == before:
+            continue
+        changed.append(f"{key}={value!r} (was {before!r})")
+        if key not in CHANGEABLE | free and not key.startswith(("mesh.", "sample.", "profile.")):
             fix = "start a new run from its weights"
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"

@@ -24,7 +24,6 @@ from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
 from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops, print_line
-from jaxllm.train.process import check_kernels
 from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.verify import Canary
@@ -44,6 +43,17 @@ def join_devices(config: Config) -> Mesh:
     sharding.check_batch(config.train, mesh)
     check_kernels(config)
     return mesh
+
+
+def check_kernels(config: Config) -> None:
+    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8."""
+    if (fp8 := config.train.fp8) != "none" and jax.default_backend() != "cpu":  # a CPU emulates it
+        if lack := dispatch.device_lacks("sm_89"):
+            raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
+    if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
+        general = not dispatch.device_lacks("sm_80")
+        other = ", or auto with JAXLLM_KERNELS=general set" * general
+        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")
 
 
 def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest: int | None):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
 
@@ -146,18 +145,3 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
             if new and os.listdir(out_dir) == [path.name]:
                 path.unlink()
                 _remove_empty(new)
-
-
-def check_kernels(config: Config) -> None:
-    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8."""
-    import jax
-
-    from pallas_kernels import dispatch
-
-    if (fp8 := config.train.fp8) != "none" and jax.default_backend() != "cpu":  # a CPU emulates it
-        if lack := dispatch.device_lacks("sm_89"):
-            raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
-    if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
-        general = not dispatch.device_lacks("sm_80")
-        other = ", or auto with JAXLLM_KERNELS=general set" * general
-        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")
