@@ -5,7 +5,6 @@ the summary at the end of a run.
 """
 
 import contextlib
-import html
 import io
 import json
 import math
@@ -119,8 +118,8 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def chart(
     runs: list[LoadedRun], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
-) -> str:
-    """An inline SVG of the runs' curves, or "" if no run has the key."""
+) -> dict[str, str] | None:
+    """What the page shows of the runs' curves, with an SVG; None if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -143,7 +142,7 @@ def chart(
         late = lambda lines: [[p for p in points if p[0] > half] for points in lines]
         curves, dots = late(curves), late(dots)
     if not any(curves):
-        return ""
+        return None
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
         figure = Figure(figsize=(5, 2.8), dpi=72, layout="constrained")
@@ -171,14 +170,11 @@ def chart(
         axes.grid(alpha=0.3)
         out, without = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(out, format="svg", transparent=True, metadata=without)
-        data = html.escape(json.dumps(hover(axes, runs, lines)))
+        data = json.dumps(hover(axes, runs, lines))
     picture = out.getvalue().replace(INK, "currentColor")
     picture = picture[picture.index("<svg") :]  # drops the XML declarations
-    picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
-    return (
-        f'<figure data-axis={axis} data-curves="{data}">'
-        f"<figcaption>{html.escape(title)}</figcaption>{picture}<output></output></figure>"
-    )
+    picture = picture.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return {"title": title, "axis": axis, "curves": data, "picture": Markup(picture)}
 
 
 def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
@@ -271,7 +267,7 @@ def page(runs: list[LoadedRun]) -> str:
         runs=runs,
         names=[dot.format(run.color, run.name) for run in runs],
         facts=[fact for fact in facts if any(fact[1:])],
-        charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
+        charts=filter(None, [chart(runs, *of_chart) for of_chart in CHARTS]),
         differences=differences(runs),
     )
 
@@ -329,8 +325,8 @@ def describe(folder: Path, about: dict, ops: list) -> None:
         | {"python": platform.python_version()},
         "ops": [[decision.op, decision.runs, decision.why] for decision in ops],
     }
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a resumed run keeps it
-        about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]
+    with contextlib.suppress(InputError, KeyError):  # a resumed run keeps it
+        about["started"] = read_json(path)["started"]
     write_whole(path, json.dumps(about, indent=1).encode())
 
 
