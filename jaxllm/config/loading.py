@@ -194,21 +194,18 @@ def help_text() -> str:
     heads = {name: field.annotation.__doc__ for name, field in Config.model_fields.items()}
     heads["model"] = "The architecture and its size."
     groups = {name: [f"{name}: {head}"] for name, head in heads.items()}
+    groups["model"].append(_entry(f"--model.type {'|'.join(MODEL_CONFIGS)}", "the architecture"))
     seen = {}  # keys whose type, meaning or default depends on the model have several entries
     for model_type in MODEL_CONFIGS:
         for key, field in keys(model_type).items():
-            meaning = (_type_name(field.annotation), field.description, field.default)
-            same = (key,) if key == "model.type" else (key, *meaning)
-            seen.setdefault(same, (field, []))[1].append(model_type)
-    # model.type comes first
-    for (key, *_), (field, models) in sorted(seen.items(), key=lambda x: x[0][0] != "model.type"):
+            default = "" if field.is_required() else f" (default {json.dumps(field.default)})"
+            entry = key, _type_name(field.annotation), field.description, default
+            seen.setdefault(entry, []).append(model_type)
+    for (key, kind, meaning, default), models in seen.items():
         only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
-        default = "" if field.is_required() else f" (default {json.dumps(field.default)})"
-        kind = _type_name(field.annotation)
-        if key == "model.type":
-            only, default, kind = "", "", "|".join(MODEL_CONFIGS)
-        meaning = f"{field.description}{only}{default}"
-        groups[key.partition(".")[0]].append(_entry(f"--{key} {kind}", meaning))
+        if key != "model.type":
+            entry = _entry(f"--{key} {kind}", f"{meaning}{only}{default}")
+            groups[key.partition(".")[0]].append(entry)
     return "\n\n".join(map("\n".join, groups.values()))
 
 

@@ -24,7 +24,7 @@ from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.places import map_params
-from jaxllm.weights.pretrained import RunWeights, load_params, open_weights, text_folder
+from jaxllm.weights.pretrained import RunWeights, Weights, load_params, open_weights, text_folder
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 Openable = RunWeights | PackedWeights | AdapterWeights
@@ -49,7 +49,7 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
     return weights
 
 
-def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
+def open_tokenizer(weights: Weights) -> Tokenizer:
     """Opens the tokenizer in the weights' folder; raises InputError."""
     folder = text_folder(weights)
     if not present(folder):
@@ -65,9 +65,7 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
     return tokenizer
 
 
-def load_model(
-    weights: HuggingFaceWeights | Openable, mesh: jax.sharding.Mesh
-) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.

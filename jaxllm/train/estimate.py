@@ -19,7 +19,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import Mesh
 
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.models import flops_per_token
 from jaxllm.train.metrics import peak_flops
@@ -125,22 +125,21 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
         )
 
 
-def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dict[str, int]:
+def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[str, int]:
     """Bytes on one device of logits and of the activations that the backward pass needs.
 
     This is an upper bound on a mesh with a tensor axis, which divides some of them.
-    model: with other values of remat or kernels than the trainer's.
+    config: with other values of model.remat or kernels than the trainer's.
     """
-    model = model or trainer.config.model
+    config = config or trainer.config
     state = trainer.abstract_state()
     working, frozen = trainer.working(state), trainer.frozen(state.base)
-    train, shape = trainer.config.train, trainer.mesh.shape
+    model, train, shape = config.model, config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
     rows, length = train.batch_size // parts, train.seq_len // shape["context"]
     like = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = dict.fromkeys(trainer.abstract_batch(), like)
-    config = trainer.config.model_copy(update={"model": model})
     kept, logits = _kept_by_forward(config, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
         plain = config.with_model(remat="none")

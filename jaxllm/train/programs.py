@@ -102,10 +102,7 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
         "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
         "config": trainer.config.model_dump(mode="json"),
         "packing": repr(trainer.packing),
-        "arrays": [
-            [jax.tree_util.keystr(path), x.shape, str(x.dtype), str(x.sharding)]
-            for path, x in arrays
-        ],
+        "arrays": [f"{jax.tree_util.keystr(path)} {x}" for path, x in arrays],
         "settings": {key: repr(value) for key, value in sorted(jax.config.values.items())},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_READ)},
     }
