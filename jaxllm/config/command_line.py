@@ -37,7 +37,7 @@ RATE = frozenset(
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
 
-def read(argv: list[str]) -> argparse.Namespace:
+def read(argv: list[str] | None) -> argparse.Namespace:
     """The options of `jaxllm train`, with `config` checked; raises InputError for bad input."""
     args, overrides = _parse(argv)
     if args.resume:
@@ -156,7 +156,7 @@ def _no_device() -> str | None:
     return None
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(
         prog="jaxllm train",
         usage="jaxllm train --config NAME_OR_PATH [--section.key VALUE ...]\n"

@@ -253,11 +253,9 @@ def _programs(
         def step(i, carry):
             token, tokens, (arrays, seen) = carry
             positions = (lengths + number + i - 1)[:, None]
-            hidden, caches = model.advance(
-                embedding(token[:, None], positions),
-                positions=positions,
-                caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
-            )
+            embedded = embedding(token[:, None], positions)
+            caches = [Cache(lengths + number + i, size, float8, layer) for layer in arrays]
+            hidden, caches = model.advance(embedded, positions=positions, caches=caches)
             token, seen = pick(model, hidden, rows, number + i, seen)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)

@@ -83,9 +83,8 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
 
 def working_memory(trainer: Trainer) -> int:
     """Bytes on one device of the parameters as the forward pass takes them."""
-    return _bytes_of_one_device(
-        trainer.working(trainer.abstract_state()), trainer.working_shardings
-    )
+    working = trainer.working(trainer.abstract_state())
+    return _bytes_of_one_device(working, trainer.working_shardings)
 
 
 def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:

@@ -174,11 +174,8 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
         "fsdp": (fsdp, tensor),
         "data": (data, tensor * fsdp),
     }
-    return [
-        Traffic(axis, size, *_bandwidth(GPUS[kind], *groups[axis]))
-        for axis, size in sizes.items()
-        if size
-    ]
+    ways = {axis: _bandwidth(GPUS[kind], *group) for axis, group in groups.items()}
+    return [Traffic(axis, size, *ways[axis]) for axis, size in sizes.items() if size]
 
 
 def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:

@@ -10,7 +10,6 @@ import gc
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +28,11 @@ from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, se
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: failed, 2: bad input, 128 + n: stopped by n."""
     return command_line.exit_status(
-        lambda: _run(sys.argv[1:] if argv is None else argv),
-        memory="lower train.batch_size, or set model.remat=block",
+        lambda: _run(argv), memory="lower train.batch_size, or set model.remat=block"
     )
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str] | None) -> int:
     source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config

@@ -208,10 +208,8 @@ class Trainer:
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
         leaves, structure = jax.tree.flatten(state.params)
-        copies = iter(state.copies)
-        return jax.tree.unflatten(
-            structure, [next(copies) if c else p for p, c in zip(leaves, self.copied, strict=True)]
-        )
+        copies, each = iter(state.copies), zip(leaves, self.copied, strict=True)
+        return jax.tree.unflatten(structure, [next(copies) if c else p for p, c in each])
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
@@ -287,12 +285,9 @@ class Trainer:
 
     def _in_parts(self, batch: dict, n: int) -> dict:
         """(B, T) arrays as (n, B / n, T); part i has rows i, i + n, ...: some of every device."""
-        return jax.tree.map(
-            lambda x: sharding.constrain(
-                x.reshape(-1, n, x.shape[-1]).swapaxes(0, 1), None, sharding.BATCH, None
-            ),
-            batch,
-        )
+        split = lambda x: x.reshape(-1, n, x.shape[-1]).swapaxes(0, 1)
+        place = lambda x: sharding.constrain(split(x), None, sharding.BATCH, None)
+        return jax.tree.map(place, batch)
 
     def _side_by_side(self, batch: dict) -> list[dict]:
         """The batch in two halves on a tensor axis, if they have as many rows; else as it is.
