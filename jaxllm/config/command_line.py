@@ -18,22 +18,16 @@ from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
 # The settings that a resumed run may change, as all of mesh, sample and profile; any other would
 # make it a different run.
-CHANGEABLE = frozenset(
-    """
-    train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
-    train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.verify_every train.on_corruption train.deterministic train.autotune train.tracker
-    train.fp8 model.kernels model.remat data.prefetch data.cache_dir data.path data.val_path
-    """.split()
-)
+CHANGEABLE = """
+train.steps train.grad_accum train.log_every train.eval_every train.eval_batches train.fp8
+train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips train.autotune
+train.verify_every train.on_corruption train.deterministic train.tracker
+model.kernels model.remat data.prefetch data.cache_dir data.path data.val_path
+""".split()
 
 # Those that it may change if the command line says so: the state fits, but the losses differ.
-RATE = frozenset(
-    """
-    optimizer.learning_rate optimizer.muon_learning_rate optimizer.schedule optimizer.warmup_steps
-    optimizer.final_fraction optimizer.decay_fraction
-    """.split()
-)
+_RATES = "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
+RATE = frozenset(f"optimizer.{name}" for name in _RATES.split())
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
 
@@ -329,7 +323,8 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
         if value == before:
             continue
         changed.append(f"{key}={value!r} (was {before!r})")
-        if key not in CHANGEABLE | free and not key.startswith(("mesh.", "sample.", "profile.")):
+        kept = key not in (*CHANGEABLE, *free)
+        if kept and not key.startswith(("mesh.", "sample.", "profile.")):
             fix = "start a new run from its weights"
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"

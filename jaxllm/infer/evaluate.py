@@ -26,13 +26,9 @@ from jaxllm.text import Tokenizer
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
 ENDINGS = 4  # endings per question of HellaSwag
-VALID_WITH = {  # {option: what it applies to}
-    "batches": ("data",),
-    "limit": ("--hellaswag", "--tasks"),
-    "shots": ("--tasks",),
-    "include_path": ("--tasks",),
-    "out": ("--tasks",),
-}
+# {option: what it applies to}
+VALID_WITH = {"batches": ("data",), "limit": ("--hellaswag", "--tasks")}
+VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,8 +80,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
-    given = [name for name in VALID_WITH if getattr(args, name) is not None]
-    for option, kinds in [(n, VALID_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
+    given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
+    for option, kinds in (given | dict.fromkeys(overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
     return args, overrides

@@ -225,7 +225,5 @@ def _shapes(flat: dict[str, Any]) -> dict[str, list]:
 
 
 def _flat(tree) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -91,10 +91,8 @@ def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
     """The bytes of one device's parts of some arrays, which lie as they say or as `shardings`."""
     leaves = jax.tree.leaves(tree)
     held = jax.tree.leaves(shardings) or [leaf.sharding for leaf in leaves]
-    return sum(
-        prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, s in zip(leaves, held, strict=True)
-    )
+    parts = zip(leaves, held, strict=True)
+    return sum(prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in parts)
 
 
 def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> None:

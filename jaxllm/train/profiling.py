@@ -79,9 +79,8 @@ class StepTrace:
         total = sum(times.values())
         rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms per step; the ten longest:"]
         for name, ms in times.most_common(10):
-            rows.append(
-                f"{ms / n:10.3f} ms {ms / total:6.1%} {calls[name] / n:7.1f} x  {name[:90]}"
-            )
+            called = f"{calls[name] / n:7.1f} x  {name[:90]}"
+            rows.append(f"{ms / n:10.3f} ms {ms / total:6.1%} {called}")
         return "\n".join(rows)
 
     def close(self) -> None:
