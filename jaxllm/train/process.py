@@ -17,22 +17,18 @@ _SAME = 1.0  # seconds within which two signals count as one
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def handle_signals(handler: Callable) -> Callable[[], None]:
-    """Handles the signals that stop a run; returns what restores their handlers.
+def handle_signals(handler: Callable) -> contextlib.ExitStack:
+    """Handles the signals that stop a run; closing the result restores their handlers.
 
     SIGHUP stays ignored where it is, under nohup.
     """
+    before = contextlib.ExitStack()
     wakeup = signal.set_wakeup_fd(-1)  # terminal.ended_by_interrupt
+    before.callback(signal.set_wakeup_fd, wakeup, warn_on_full_buffer=False)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    handled = [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]
-    previous = {s: signal.signal(s, handler) for s in handled}
-
-    def restore() -> None:
-        for s, before in previous.items():
-            signal.signal(s, before)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-
-    return restore
+    for number in [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]:
+        before.callback(signal.signal, number, signal.signal(number, handler))
+    return before
 
 
 def set_xla_flags(deterministic: bool) -> None:
@@ -73,7 +69,7 @@ class StopSignals:
     def __enter__(self):
         self.received: int | None = None
         self.at = 0.0
-        self.restore = handle_signals(self._handle)
+        self.handled = handle_signals(self._handle)
         return self
 
     def after(self, step: int) -> int | None:
@@ -88,14 +84,14 @@ class StopSignals:
             # print() may be what the signal interrupts.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
-            self.restore()
+            self.handled.close()
             signal.set_wakeup_fd(-1)
             interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
             signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
 
     def __exit__(self, *_):
-        self.restore()
+        self.handled.close()
 
 
 @contextlib.contextmanager

@@ -90,15 +90,12 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
                     child.ended = len(received) > 1
                     os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
 
-        restore = handle_signals(stop)
-        try:
+        with handle_signals(stop) as handled:
+            handled.callback(os.close, alive)
             _wait(children)
             for child in children:  # before it joined its peers, our own signal killed it
                 child.ended |= bool(received) and child.status == -signal.SIGTERM
             status = _report(children, names)
-        finally:
-            os.close(alive)
-            restore()
     return 128 + received[0] if received and status != 0 else status
 
 
