@@ -110,10 +110,12 @@ def no_long_pauses() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # another run is in a folder above
-        for folder in folders:
-            folder.rmdir()
+def _remove_unused(lock_: Path, new: list[Path]) -> None:
+    if new and os.listdir(lock_.parent) == [lock_.name]:
+        lock_.unlink()
+        with contextlib.suppress(OSError):  # another run is in a folder above
+            for folder in new:
+                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -135,9 +137,5 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
             ) from e
         except OSError as e:
             raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
-        try:
-            yield
-        finally:
-            if new and os.listdir(out_dir) == [path.name]:
-                path.unlink()
-                _remove_empty(new)
+        stack.callback(_remove_unused, path, new)
+        yield
