@@ -22,7 +22,6 @@ from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.estimate import device_name
 from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops, print_line
 from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
@@ -153,7 +152,7 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
             " the others cost memory and time, and are never read"
         )
-    emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
+    emit(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
         emit(
@@ -264,9 +263,8 @@ def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> R
     # A run that is killed before its first checkpoint begins again at --resume; a copy without this
     # folder does not.
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = dict(
-        model=trainer.describe(), tokens_per_step=tokens, device=device_name(trainer.mesh)
-    )
+    about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
+    about["device"] = estimate.device_name(trainer.mesh)
     if tokenizer is not None and isinstance(dataset.val, Tokens):
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count

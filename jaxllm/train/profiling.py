@@ -44,22 +44,22 @@ class StepClock:
 class StepTrace:
     """Traces the steps of `span` that this process takes into a folder, while no other runs."""
 
-    def __init__(self, span: range, folder: Path):
-        self.span, self.folder = span, folder
+    def __init__(self, span: range, folder: Path, clock: StepClock):
+        self.span, self.folder, self.clock = span, folder, clock
         self.first: int | None = None  # the first traced step, while the trace runs
 
-    def before(self, step: int, clock: StepClock) -> None:
+    def before(self, step: int) -> None:
         """Starts the trace if `step` is in the span, amid which a resumed run may begin."""
         if self.first is None and step in self.span:
-            with clock.stopped():
+            with self.clock.stopped():
                 jax.profiler.start_trace(str(self.folder))
             self.first = step
 
-    def after(self, step: int, clock: StepClock, stopping: bool) -> str | None:
+    def after(self, step: int, stopping: bool) -> str | None:
         """Ends the trace after the span, or if a signal stops the run; returns what it says."""
         if self.first is None or (step + 1 in self.span and not stopping):
             return None
-        with clock.stopped():
+        with self.clock.stopped():
             return self._kernels(step + 1 - self.first)
 
     def _kernels(self, n: int) -> str:

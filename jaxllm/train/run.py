@@ -126,7 +126,7 @@ class Run:
         from jaxllm.data import open_dataset
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
-        from jaxllm.train.profiling import StepTrace
+        from jaxllm.train.profiling import StepClock, StepTrace
         from jaxllm.weights.pretrained import text_folder
 
         self.config, self.out_dir, train = config, out_dir, config.train
@@ -184,7 +184,8 @@ class Run:
         self.evaluate = self.trainer.eval_step()
         # Processes of one machine would write their traces to one file.
         span = range(*config.profile.span) if self.rank == 0 else range(0)
-        self.trace = StepTrace(span, out_dir / "profile")
+        self.clock = StepClock(self._record)
+        self.trace = StepTrace(span, out_dir / "profile", self.clock)
         try:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
@@ -237,30 +238,26 @@ class Run:
         self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
-        from jaxllm.train.profiling import StepClock
-
-        steps, trace = self.config.train.steps, self.trace
-        if self.start:  # a signal or a kill may have come between a save and what follows it
-            due = self._due(self.start) - self.log.logged - {"checkpoint"}
-            self._evaluate_sample_save(self.start, due)
-        clock = StepClock(self._record)
+        steps = self.config.train.steps
+        # A signal or a kill may have come between a save and what follows it.
+        due = self._due(self.start) - self.log.logged - {"checkpoint"} if self.start else set()
+        self._evaluate_sample_save(self.start, due)
         for step in range(self.start + 1, steps + 1):
-            trace.before(step, clock)
+            self.trace.before(step)
             batch = self.trainer.put_batch(next(batches))
             if self.canary is not None and step % self.config.train.verify_every == 0:
                 self.state, metrics = self.canary.take(step, self.state, batch)
             else:
                 self.state, metrics = self.step_program(self.state, batch)
-            clock.started(step, metrics)
+            self.clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
             received = stop.after(step) if step < steps else None
             due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
-            if kernels := trace.after(step, clock, received is not None):
+            if kernels := self.trace.after(step, received is not None):
                 self.log.message(kernels)
             if due:
-                with clock.stopped():
-                    self._evaluate_sample_save(step, due)
+                self._evaluate_sample_save(step, due)
             if received is not None:
                 return step, received
         return steps, None
@@ -273,11 +270,12 @@ class Run:
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
     def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
-        val_loss = self._validate(step) if "val_loss" in due else None
-        if "sample" in due:
-            self._sample(step)
-        if "checkpoint" in due:
-            self._save(step, val_loss)
+        with self.clock.stopped():
+            val_loss = self._validate(step) if "val_loss" in due else None
+            if "sample" in due:
+                self._sample(step)
+            if "checkpoint" in due:
+                self._save(step, val_loss)
 
     def _finish(self) -> None:
         """Waits for the last checkpoint; writes loss.png and report.html."""

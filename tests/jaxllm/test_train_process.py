@@ -71,11 +71,10 @@ def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
 
     def take(start, steps, signal_after=None):
-        trace, ended = StepTrace(range(4, 8), tmp_path), []
-        clock = StepClock(lambda *step: None)
+        trace, ended = StepTrace(range(4, 8), tmp_path, StepClock(lambda *step: None)), []
         for step in range(start + 1, steps + 1):
-            trace.before(step, clock)
-            if (said := trace.after(step, clock, step == signal_after)) is not None:
+            trace.before(step)
+            if (said := trace.after(step, step == signal_after)) is not None:
                 ended.append(step)
                 assert "could not be written" in said  # there is no file, as on a full disk
             if step == signal_after:
