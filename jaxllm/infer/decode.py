@@ -184,20 +184,16 @@ def stream_tokens(
     matrices = in_compute_dtype(params, model_config.compute_dtype)
     token, arrays = first(params, matrices, tokens, lengths, streams)
     pending, left = token[None], config.tokens
-    for block in range(blocks):
+    for block in range(blocks + 1):
         ready, number = pending, jnp.int32(1 + block * size)
-        pending, token, arrays = further(params, matrices, token, arrays, number, lengths, streams)
-        yield from _checked(ready)
-        left -= len(ready)
-    yield from _checked(pending)[:left]
-
-
-def _checked(tokens: jax.Array) -> np.ndarray:
-    """Raises RunError if `choose` found no token."""
-    found = np.asarray(tokens)
-    if (found < 0).any():
-        raise RunError("the model's logits are not finite, so no token can be chosen")
-    return found
+        if block < blocks:
+            rest = number, lengths, streams
+            pending, token, arrays = further(params, matrices, token, arrays, *rest)
+        found = np.asarray(ready)
+        if (found < 0).any():  # as `choose` says
+            raise RunError("the model's logits are not finite, so no token can be chosen")
+        yield from found[:left]
+        left -= len(found)
 
 
 @lru_cache(maxsize=16)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import Config, load
+from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths
@@ -95,7 +95,6 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     import jax
     from flax import nnx
 
-    from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
     from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
