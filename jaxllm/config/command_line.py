@@ -62,9 +62,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size."""
 
     def __init__(self, **options: Any):
-        help_ = partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=INDENT, width=columns()
-        )
+        raw = argparse.RawDescriptionHelpFormatter
+        help_ = partial(raw, max_help_position=INDENT, width=columns())
         super().__init__(formatter_class=help_, allow_abbrev=False, **options)
 
     def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:

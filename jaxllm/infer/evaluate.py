@@ -137,10 +137,8 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     if not math.isfinite(loss):
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    text = (
-        f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
-        f" {count:,} tokens"
-    )
+    text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"
+    text += f", {count:,} tokens"
     tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
     if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"

@@ -91,10 +91,7 @@ class StepTrace:
 
 def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
     """Yields the kernels that ran on the first GPU of an .xplane.pb file, all streams."""
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if plane.name != "/device:GPU:0":
-            continue
-        for line in plane.lines:
-            # The others repeat the time by module and source.
-            if line.name.startswith("Stream"):
-                yield from line.events
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    for line in (x for plane in planes if plane.name == "/device:GPU:0" for x in plane.lines):
+        if line.name.startswith("Stream"):  # the others repeat the time by module and source
+            yield from line.events
