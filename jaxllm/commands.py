@@ -16,13 +16,9 @@ import sys
 from jaxllm import __version__
 
 OLDEST = (3, 12)  # pyproject.toml has the same
-NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
-    name: name
-    for name in (
-        "jax jaxlib flax optax grain jaxtyping pydantic safetensors tokenizers pyarrow rich jinja2"
-        " prompt_toolkit matplotlib"
-    ).split()
-}
+_SAME = "jax jaxlib flax optax grain jaxtyping pydantic safetensors tokenizers pyarrow rich jinja2"
+_SAME += " prompt_toolkit matplotlib"
+NEEDED = {name: name for name in _SAME.split()}  # pyproject.toml has them: {distribution: module}
 NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
 FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD", "JAX_DISABLE_JIT")
 COMMANDS = {  # {command: (module with its `main`, summary)}

@@ -53,7 +53,7 @@ def main() -> None:
         canary.check(step)
         times[step] = seconds * 1e3
 
-    clock = StepClock(record, "lower the batch")
+    clock = StepClock(record)
     with no_long_pauses():
         for step in range(1, STEPS + 1):
             some = tokens[step % 2]

@@ -12,36 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config.describe import INDENT, columns, help_text
-from jaxllm.config.loading import CONFIG_DIR, flat, load
+from jaxllm.config.loading import CONFIG_DIR, INDENT, columns, flat, help_text, load
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
-# The settings that a resumed run may change; any other would make it a different run.
-CHANGEABLE = frozenset(
-    """
-    train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
-    train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.verify_every train.on_corruption
-    train.deterministic train.autotune train.tracker train.fp8 model.kernels
-    model.remat data.prefetch data.cache_dir data.path data.val_path
-    mesh.data mesh.fsdp mesh.context mesh.tensor
-    mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
-    sample.temperature sample.top_k sample.top_p sample.seed profile.steps
-    """.split()
-)
+# The settings that a resumed run may change, as all of mesh, sample and profile; any other would
+# make it a different run.
+CHANGEABLE = """
+train.steps train.grad_accum train.log_every train.eval_every train.eval_batches train.fp8
+train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips train.autotune
+train.verify_every train.on_corruption train.deterministic train.tracker
+model.kernels model.remat data.prefetch data.cache_dir data.path data.val_path
+""".split()
 
 # Those that it may change if the command line says so: the state fits, but the losses differ.
-RATE = frozenset(
-    """
-    optimizer.learning_rate optimizer.muon_learning_rate optimizer.schedule optimizer.warmup_steps
-    optimizer.final_fraction optimizer.decay_fraction
-    """.split()
-)
+_RATES = "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
+RATE = frozenset(f"optimizer.{name}" for name in _RATES.split())
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
 
-def read(argv: list[str]) -> argparse.Namespace:
+def read(argv: list[str] | None) -> argparse.Namespace:
     """The options of `jaxllm train`, with `config` checked; raises InputError for bad input."""
     args, overrides = _parse(argv)
     if args.resume:
@@ -59,36 +49,41 @@ def read(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-_NUMBERS = {int: "N", float: "X"}  # what stands for them in --help
+def _path(text: str) -> Path:
+    if not text:  # of an unset variable; Path would take it as the current directory
+        raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
+    return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
+
+
+_TYPES = {"N": int, "X": float} | dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size.
-
-    The type of an option is its default's, numbers are N and X, and its help ends with the default.
-    """
+    """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size."""
 
     def __init__(self, **options: Any):
-        help_ = partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=INDENT, width=columns()
-        )
+        raw = argparse.RawDescriptionHelpFormatter
+        help_ = partial(raw, max_help_position=INDENT, width=columns())
         super().__init__(formatter_class=help_, allow_abbrev=False, **options)
 
-    def add_argument(self, *names: str, **options) -> argparse.Action:
-        default = options.get("default")
-        if "action" not in options and default is not None:
-            options.setdefault("type", type(default))
-            if "(default" not in options["help"]:
-                options["help"] += " (default: %(default)s)"
-        if (kind := options.get("type")) in _NUMBERS:
-            options.setdefault("metavar", _NUMBERS[kind])
-        if kind is Path:
-            options["type"] = _path
-        hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
-        action = super().add_argument(*names, *hyphens, **options)
-        # --help lists only these spellings.
-        action.option_strings = [name for name in names if name.startswith("-")]
-        return action
+    def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
+        """Adds an option as --help lists it: "--step N", or the flag "--chat".
+
+        The word for the value says its type: numbers N and X, paths DIR, FILE, SOURCE and OUT, else
+        text.  help: ends with the default, if there is one.
+        among: a group of options that exclude each other.
+        """
+        name, _, value = spec.partition(" ")
+        if value:
+            options.setdefault("type", _TYPES.get(value, str))
+            options["metavar"] = value
+        elif "choices" not in options:
+            options["action"] = "store_true"
+        if "default" in options and "action" not in options:
+            help += " (default: %(default)s)"
+        hyphens = [name.replace("_", "-")] * name.startswith("--")
+        action = (among or self).add_argument(name, *hyphens, help=help, **options)
+        action.option_strings = action.option_strings[:1]  # --help lists only this spelling
 
     def error(self, message):
         kind, _, words = message.partition("unrecognized arguments: ")
@@ -97,12 +92,6 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             message += " (write OPTION=VALUE for a value that begins with -)"
         raise InputError(f"{message}; see --help")
-
-
-def _path(text: str) -> Path:
-    if not text:  # of an unset variable; Path would take it as the current directory
-        raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
-    return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
 def exit_status(
@@ -160,7 +149,7 @@ def _no_device() -> str | None:
     return None
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(
         prog="jaxllm train",
         usage="jaxllm train --config NAME_OR_PATH [--section.key VALUE ...]\n"
@@ -169,42 +158,29 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         " configuration.",
         epilog=help_text(),
     )
-    parser.add_argument(
-        "--config",
-        metavar="NAME_OR_PATH",
-        help="a YAML file, - for standard input, or one of "
-        + ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))),
-    )
-    parser.add_argument(
-        "--out_dir", type=Path, metavar="DIR", help="the run's folder (default: runs/CONFIG-TIME)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
-    )
-    parser.add_argument(
+    known = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
+    parser.option("--config NAME_OR_PATH", f"a YAML file, - for standard input, or one of {known}")
+    parser.option("--out_dir DIR", "the run's folder (default: runs/CONFIG-TIME)")
+    parser.option("--resume", "continue from the newest checkpoint in --out_dir")
+    parser.option(
         "--restart",
-        action="store_true",
-        help="with --resume: if the checkpoints are missing, begin again and replace the metrics",
+        "with --resume: if the checkpoints are missing, begin again and replace the metrics",
     )
-    parser.add_argument(
-        "--dry_run",
+    parser.option(
+        "--dry_run COUNTxKIND",
+        "estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
+        " compile and write nothing",
         nargs="?",
         const="here",
-        metavar="COUNTxKIND",
-        help="estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
-        " compile and write nothing",
     )
-    parser.add_argument("--processes", type=int, help="train in N processes, each with one GPU")
-    parser.add_argument(
-        "--process",
+    parser.option("--processes N", "train in N processes, each with one GPU")
+    parser.option(
+        "--process I",
+        "start only process I (from 0) of N, on this machine, with all of its GPUs",
         type=int,
-        metavar="I",
-        help="start only process I (from 0) of N, on this machine, with all of its GPUs",
     )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="with --process: the machine of process 0, and a free port there",
+    parser.option(
+        "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"
     )
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
@@ -343,9 +319,11 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
         value, before = new[key], old.get(key, new[key])
-        if value != before:
-            changed.append(f"{key}={value!r} (was {before!r})")
-        if value != before and key not in CHANGEABLE | free:
+        if value == before:
+            continue
+        changed.append(f"{key}={value!r} (was {before!r})")
+        kept = key not in (*CHANGEABLE, *free)
+        if kept and not key.startswith(("mesh.", "sample.", "profile.")):
             fix = "start a new run from its weights"
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"

@@ -21,11 +21,9 @@ Name = Annotated[str, Field(min_length=1)]
 # Absolute, so that what a run stores is found from any folder.
 File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
-FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
-    **{f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)},
-    "fp8": ("fp8", 8),
-    **{f"2:4-int{bits}": ("2:4", bits) for bits in (8, 4)},
-}
+# (format, bits) of pallas_kernels.quantize
+FORMATS: dict[str, tuple[Any, int]] = {f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)}
+FORMATS |= {"fp8": ("fp8", 8)} | {f"2:4-int{bits}": ("2:4", bits) for bits in (8, 4)}
 
 
 class Section(BaseModel):

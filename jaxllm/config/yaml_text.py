@@ -49,14 +49,10 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float"))]
     for first, found in _Loader.yaml_implicit_resolvers.items()
 }
-for _tag, _pattern in (
-    ("int", r"^[-+]?(0|[1-9][0-9]*)$"),
-    (
-        "float",
-        r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|^[-+]?[0-9]+[eE][-+]?[0-9]+$"
-        r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
-    ),
-):
+_INT = r"^[-+]?(0|[1-9][0-9]*)$"
+_FLOAT = r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|^[-+]?[0-9]+[eE][-+]?[0-9]+$"
+_FLOAT += r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+for _tag, _pattern in (("int", _INT), ("float", _FLOAT)):
     for _yaml in (_Loader, _Dumper):
         _yaml.add_implicit_resolver(
             f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list("-+.0123456789")

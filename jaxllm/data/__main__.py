@@ -25,30 +25,24 @@ def _parser() -> Parser:
         " loss; run it again to continue after an interruption",
     )
     _add_source(command, "chat")
-    command.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder"
+    command.option("--tokenizer PATH", "a tokenizer.json or its folder", required=True)
+    command.option("--out DIR", "folder to write the shards to", required=True)
+    command.option("--shard_tokens N", "tokens per shard", default=100_000_000)
+    command.option(
+        "--val_fraction X", "fraction of the documents to hold out for validation", default=0.01
     )
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
-    )
-    command.add_argument("--shard_tokens", default=100_000_000, help="tokens per shard")
-    command.add_argument(
-        "--val_fraction", default=0.01, help="fraction of the documents to hold out for validation"
-    )
-    command.add_argument(
+    command.option(
         "--special_tokens",
+        "what the names of special tokens in a document are",
         choices=["text", "tokens"],
         default="text",
-        help="what the names of special tokens in a document are",
     )
-    command.add_argument(
-        "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
-    )
-    command.add_argument(
+    command.option("--end_token NAME", "the token between documents (default: the tokenizer's)")
+    command.option(
         "--loss",
+        "the tokens of a chat to predict: the assistant's, or all",
         choices=["assistant", "all"],
         default="assistant",
-        help="the tokens of a chat to predict: the assistant's, or all",
     )
     of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
     command.set_defaults(
@@ -58,18 +52,16 @@ def _parser() -> Parser:
 
     command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
     _add_source(command)
-    command.add_argument("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
-    )
+    command.option("--vocab_size N", "entries; 256 are bytes", required=True)
+    command.option("--out FILE", "the tokenizer.json to write", required=True)
     return parser
 
 
 def _add_source(command: Parser, *more: str) -> None:
     kinds = ["stdlib", "text", "jsonl", "parquet", *more]
-    command.add_argument("--source", required=True, choices=kinds)
-    command.add_argument("--path", help="file, folder or quoted glob; stdlib takes none")
-    command.add_argument("--text_column", default="text", metavar="NAME", help="column of the text")
+    command.option("--source", "", required=True, choices=kinds)
+    command.option("--path PATH", "file, folder or quoted glob; stdlib takes none")
+    command.option("--text_column NAME", "column of the text", default="text")
 
 
 def _run(args: Namespace) -> None:
@@ -94,9 +86,15 @@ def _run(args: Namespace) -> None:
         return
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
-        options = dict(special=args.special_tokens, end_token=args.end_token)
-        options |= dict(shard_tokens=args.shard_tokens, val_fraction=args.val_fraction)
-        tokens = prepare(source, tokenizer, args.out, **options)
+        tokens = prepare(
+            source,
+            tokenizer,
+            args.out,
+            special=args.special_tokens,
+            end_token=args.end_token,
+            shard_tokens=args.shard_tokens,
+            val_fraction=args.val_fraction,
+        )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
         print(
             f"{tokens['names']:,} names of special tokens in the text, {_READ[args.special_tokens]}"

@@ -22,7 +22,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     title, _, keys = __doc__.partition("\n\n")
     parser = Parser(prog="jaxllm chat", description=title.partition(": ")[0] + ".", epilog=keys)
     add_options(parser, tokens=1024)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.option("--system TEXT", "the system message")
     args = parser.parse_args(argv)
     args.config = checked(args)
     return args

@@ -24,7 +24,7 @@ from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.places import map_params
-from jaxllm.weights.pretrained import RunWeights, load_params, open_weights, text_folder
+from jaxllm.weights.pretrained import RunWeights, Weights, load_params, open_weights, text_folder
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 Openable = RunWeights | PackedWeights | AdapterWeights
@@ -49,7 +49,7 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
     return weights
 
 
-def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
+def open_tokenizer(weights: Weights) -> Tokenizer:
     """Opens the tokenizer in the weights' folder; raises InputError."""
     folder = text_folder(weights)
     if not present(folder):
@@ -60,14 +60,12 @@ def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
     run = getattr(weights, "run", None)  # weights of others have none
     end_token = None if run is None else run.data.end_token
     tokenizer = Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
-    if said := tokenizer.sampling[1]:
+    if said := tokenizer.describe_sampling():
         print(said, file=sys.stderr)
     return tokenizer
 
 
-def load_model(
-    weights: HuggingFaceWeights | Openable, mesh: jax.sharding.Mesh
-) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.
@@ -186,20 +184,16 @@ def stream_tokens(
     matrices = in_compute_dtype(params, model_config.compute_dtype)
     token, arrays = first(params, matrices, tokens, lengths, streams)
     pending, left = token[None], config.tokens
-    for block in range(blocks):
+    for block in range(blocks + 1):
         ready, number = pending, jnp.int32(1 + block * size)
-        pending, token, arrays = further(params, matrices, token, arrays, number, lengths, streams)
-        yield from _checked(ready)
-        left -= len(ready)
-    yield from _checked(pending)[:left]
-
-
-def _checked(tokens: jax.Array) -> np.ndarray:
-    """Raises RunError if `choose` found no token."""
-    found = np.asarray(tokens)
-    if (found < 0).any():
-        raise RunError("the model's logits are not finite, so no token can be chosen")
-    return found
+        if block < blocks:
+            rest = number, lengths, streams
+            pending, token, arrays = further(params, matrices, token, arrays, *rest)
+        found = np.asarray(ready)
+        if (found < 0).any():  # as `choose` says
+            raise RunError("the model's logits are not finite, so no token can be chosen")
+        yield from found[:left]
+        left -= len(found)
 
 
 @lru_cache(maxsize=16)
@@ -255,11 +249,9 @@ def _programs(
         def step(i, carry):
             token, tokens, (arrays, seen) = carry
             positions = (lengths + number + i - 1)[:, None]
-            hidden, caches = model.advance(
-                embedding(token[:, None], positions),
-                positions=positions,
-                caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
-            )
+            embedded = embedding(token[:, None], positions)
+            caches = [Cache(lengths + number + i, size, float8, layer) for layer in arrays]
+            hidden, caches = model.advance(embedded, positions=positions, caches=caches)
             token, seen = pick(model, hidden, rows, number + i, seen)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)

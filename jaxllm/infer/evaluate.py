@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import Config, load
+from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths
@@ -26,13 +26,9 @@ from jaxllm.text import Tokenizer
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
 ENDINGS = 4  # endings per question of HellaSwag
-VALID_WITH = {  # {option: what it applies to}
-    "batches": ("data",),
-    "limit": ("--hellaswag", "--tasks"),
-    "shots": ("--tasks",),
-    "include_path": ("--tasks",),
-    "out": ("--tasks",),
-}
+# {option: what it applies to}
+VALID_WITH = {"batches": ("data",), "limit": ("--hellaswag", "--tasks")}
+VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,21 +59,16 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     add_checkpoint(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
-    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    size = "sequences per batch (default: the run's for the loss, else 16)"
-    parser.add_argument("--batch_size", type=int, help=size)
-    parser.add_argument("--batches", type=int, help="for the loss: use only the first N batches")
-    parser.add_argument(
-        "--limit", type=int, help="for HellaSwag and tasks: use only the first N questions"
+    parser.option("--hellaswag FILE", "HellaSwag as JSON lines", among=what)
+    parser.option("--tasks NAME,...", "tasks of lm-evaluation-harness", among=what)
+    parser.option(
+        "--batch_size N", "sequences per batch (default: the run's for the loss, else 16)"
     )
-    parser.add_argument("--shots", type=int, help="for tasks: solved examples before each question")
-    parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="for tasks: a folder of your own, as YAML"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="for tasks: write all results here, as JSON"
-    )
+    parser.option("--batches N", "for the loss: use only the first N batches")
+    parser.option("--limit N", "for HellaSwag and tasks: use only the first N questions")
+    parser.option("--shots N", "for tasks: solved examples before each question")
+    parser.option("--include_path DIR", "for tasks: a folder of your own, as YAML")
+    parser.option("--out FILE", "for tasks: write all results here, as JSON")
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
@@ -89,8 +80,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
-    given = [name for name in VALID_WITH if getattr(args, name) is not None]
-    for option, kinds in [(n, VALID_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
+    given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
+    for option, kinds in (given | dict.fromkeys(overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
     return args, overrides
@@ -104,7 +95,6 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     import jax
     from flax import nnx
 
-    from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
     from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
@@ -117,8 +107,13 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
         )
-    options = dict(seq_len=config.train.seq_len, seed=config.train.seed, training=False)
-    data = open_dataset(config.data, vocab_size=config.model.vocab_size, **options)
+    data = open_dataset(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        training=False,
+    )
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
@@ -142,10 +137,8 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     if not math.isfinite(loss):
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    text = (
-        f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
-        f" {count:,} tokens"
-    )
+    text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"
+    text += f", {count:,} tokens"
     tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
     if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"

@@ -7,7 +7,6 @@ is a single one; what ends it and the speed go to stderr.
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxllm.config import SampleConfig
@@ -27,18 +26,15 @@ def main(argv: list[str] | None = None) -> int:
 def _read(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="jaxllm generate", description=__doc__.partition(": ")[0] + ".")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    what.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a file with one prompt per non-blank line"
-    )
-    parser.add_argument(
+    parser.option("--prompt TEXT", "the text to continue", among=what)
+    parser.option("--prompts FILE", "a file with one prompt per non-blank line", among=what)
+    parser.option(
         "--chat",
-        action="store_true",
-        help="the prompt is a message to a chat model; each line of --prompts is a conversation:"
+        "the prompt is a message to a chat model; each line of --prompts is a conversation:"
         ' JSON messages, or {"messages": ..., "tools": ...}',
     )
-    parser.add_argument("--samples", default=1, help="texts per prompt")
-    parser.add_argument("--batch_size", default=32, help="texts to compute at once")
+    parser.option("--samples N", "texts per prompt", default=1)
+    parser.option("--batch_size N", "texts to compute at once", default=32)
     add_options(parser, tokens=200)
     args = parser.parse_args(argv)
     args.config = checked(args)
@@ -47,37 +43,34 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
 
 def add_checkpoint(parser: Parser) -> None:
     """Adds the options that name a model."""
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
+    parser.option(
+        "--checkpoint DIR",
+        "a run's directory, or a folder that jaxllm convert --quantize made",
         required=True,
-        metavar="DIR",
-        help="a run's directory, or a folder that jaxllm convert --quantize made",
     )
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.option("--step N", "step of the checkpoint (default: the newest)")
 
 
 def add_options(parser: Parser, tokens: int) -> None:
     """Adds what generate and chat share; tokens: the default of --tokens."""
     add_checkpoint(parser)
-    parser.add_argument("--tokens", default=tokens, help="largest number of tokens to write")
+    parser.option("--tokens N", "largest number of tokens to write", default=tokens)
     for name in SETTINGS:
         field = SampleConfig.model_fields[name]
         first = "" if name == "seed" else "the folder's, else "
         said = f"{field.description} (default: {first}{field.default})"
-        parser.add_argument(f"--{name}", type=type(field.default), help=said)
-    parser.add_argument(
+        parser.option(f"--{name} {'X' if isinstance(field.default, float) else 'N'}", said)
+    parser.option(
         "--kv_cache_dtype",
+        "auto: model.compute_dtype; float8: half the bytes, e4m3",
         choices=("auto", "float8"),
         default="auto",
-        help="auto: model.compute_dtype; float8: half the bytes, e4m3",
     )
-    parser.add_argument(
-        "--stop",
+    parser.option(
+        "--stop STRING",
+        "end a text before this string, or at this special token; may be repeated",
         action="append",
         default=[],
-        metavar="STRING",
-        help="end a text before this string, or at this special token; may be repeated",
     )
 
 

@@ -102,7 +102,7 @@ class RunLM(TemplateLM):
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
         for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
-            config, stops = _sampling(json.loads(kind), self.tokenizer.sampling[0])
+            config, stops = _sampling(json.loads(kind), self.tokenizer.sampling)
             stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
@@ -165,8 +165,14 @@ def evaluate(args: argparse.Namespace) -> str:
     manager = _manager(own, tasks)
     model = RunLM(args.checkpoint, args.step, args.batch_size or 16)
     try:
-        options = dict(num_fewshot=args.shots, limit=args.limit, log_samples=False)
-        results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **options)
+        results = lm_eval.simple_evaluate(
+            model,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=args.shots,
+            limit=args.limit,
+            log_samples=False,
+        )
     except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
         words = " ".join(str(e).split())[:300]
         raise InputError(f"--tasks {args.tasks}: {type(e).__name__}: {words}") from e

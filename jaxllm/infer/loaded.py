@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
         """
         graph, params = nnx.split(self.model, nnx.Param)
         ids = self.tokenizer.prompt(prompt)
-        config = sampling(**self.tokenizer.sampling[0] | options)
+        config = sampling(**self.tokenizer.sampling | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)

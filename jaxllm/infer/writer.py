@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ class Writer:
                 "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
             )
         self.tokenizer = decode.open_tokenizer(weights)
-        settings = self.tokenizer.sampling[0] | args.config.model_dump(exclude_unset=True)
+        settings = self.tokenizer.sampling | args.config.model_dump(exclude_unset=True)
         self.config = sampling(f"settings of {self.tokenizer.folder}: ", **settings)
         self.most = decode.most_tokens(weights.config)
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -43,9 +44,10 @@ class Writer:
     def load(self) -> None:
         """Loads the model, before the first text; prints to stderr how a text begins and ends."""
         with jax.set_mesh(self._mesh):
-            self._graph, params = decode.load_model(self._weights, self._mesh)
+            graph, params = decode.load_model(self._weights, self._mesh)
             dtype = self._weights.config.compute_dtype
-            self._params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
+            params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
+        self._stream = partial(decode.stream_tokens, graph, params, float8_cache=self._float8)
         print(self.tokenizer.describe(), file=sys.stderr)
 
     def write(
@@ -62,8 +64,7 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            options = dict(float8_cache=self._float8, few_shapes=few_shapes, samples=samples)
-            stream = decode.stream_tokens(self._graph, self._params, prompts, config, **options)
+            stream = self._stream(prompts, config, samples=samples, few_shapes=few_shapes)
             self.speed.fill(texts, stream)
         for text in texts:
             text.finish()

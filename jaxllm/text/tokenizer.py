@@ -124,21 +124,25 @@ class Tokenizer:
         return f"text: {begins}, ends at {' or '.join(name(i) for i in sorted(self.ends))}"
 
     @functools.cached_property
-    def sampling(self) -> tuple[dict[str, Any], str]:
-        """The settings of `Sampling` that the folder names, and a line about all that it names.
+    def sampling(self) -> dict[str, Any]:
+        """The settings of `Sampling` that the folder names.
 
         As in transformers, do_sample=true alone means temperature 1 and top_k 50.
         """
-        page, off = self._pages.sampling, (None, 0, [], {})
+        page = self._pages.sampling
         used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
-        if (samples := used.pop("do_sample", None)) is not None:
-            unset = {"temperature": 1.0, "top_k": 50}
-            used = unset | used if samples else used | {"temperature": 0.0}
+        if (samples := used.pop("do_sample", None)) is None:
+            return used
+        return {"temperature": 1.0, "top_k": 50} | used if samples else used | {"temperature": 0.0}
+
+    def describe_sampling(self) -> str:
+        """A line about all settings of sampling that the folder names; empty if it names none."""
+        page, off = self._pages.sampling, (None, 0, [], {})
         rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
-        parts = {"applied": used, "not applied, remove them to silence this": rest}
+        parts = {"applied": self.sampling, "not applied, remove them to silence this": rest}
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
         said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
-        return used, f"settings of {self.folder}, {'; '.join(said)}" if said else ""
+        return f"settings of {self.folder}, {'; '.join(said)}" if said else ""
 
     def documents(self) -> str:
         """What stands around a document in training, in a line."""

@@ -123,9 +123,8 @@ class Checkpoints:
         # Orbax read.  Each is copied, and freed before the next one.
         for name in wanted:
             flat[name] = jax.device_put(flat[name], flat[name].sharding, may_alias=False)
-        return jax.tree.unflatten(
-            jax.tree.structure(abstract_state), [flat[name] for name in wanted]
-        )
+        structure = jax.tree.structure(abstract_state)
+        return jax.tree.unflatten(structure, [flat[name] for name in wanted])
 
     def check_disk_space(self, state) -> None:
         """Raises InputError if the disk has no room for one checkpoint of a state."""
@@ -226,7 +225,5 @@ def _shapes(flat: dict[str, Any]) -> dict[str, list]:
 
 
 def _flat(tree) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import Mesh
 
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.models import flops_per_token
 from jaxllm.train.metrics import peak_flops
@@ -83,19 +83,16 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
 
 def working_memory(trainer: Trainer) -> int:
     """Bytes on one device of the parameters as the forward pass takes them."""
-    return _bytes_of_one_device(
-        trainer.working(trainer.abstract_state()), trainer.working_shardings
-    )
+    working = trainer.working(trainer.abstract_state())
+    return _bytes_of_one_device(working, trainer.working_shardings)
 
 
 def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
     """The bytes of one device's parts of some arrays, which lie as they say or as `shardings`."""
     leaves = jax.tree.leaves(tree)
     held = jax.tree.leaves(shardings) or [leaf.sharding for leaf in leaves]
-    return sum(
-        prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, s in zip(leaves, held, strict=True)
-    )
+    parts = zip(leaves, held, strict=True)
+    return sum(prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in parts)
 
 
 def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> None:
@@ -125,22 +122,21 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
         )
 
 
-def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dict[str, int]:
+def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[str, int]:
     """Bytes on one device of logits and of the activations that the backward pass needs.
 
     This is an upper bound on a mesh with a tensor axis, which divides some of them.
-    model: with other values of remat or kernels than the trainer's.
+    config: with other values of model.remat or kernels than the trainer's.
     """
-    model = model or trainer.config.model
+    config = config or trainer.config
     state = trainer.abstract_state()
     working, frozen = trainer.working(state), trainer.frozen(state.base)
-    train, shape = trainer.config.train, trainer.mesh.shape
+    model, train, shape = config.model, config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
     rows, length = train.batch_size // parts, train.seq_len // shape["context"]
     like = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = dict.fromkeys(trainer.abstract_batch(), like)
-    config = trainer.config.model_copy(update={"model": model})
     kept, logits = _kept_by_forward(config, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
         plain = config.with_model(remat="none")
@@ -165,11 +161,10 @@ def _kept_by_forward(
     vocabulary = config.model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
     given = set(traced.invars)
-    kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in given}
-    # pyrefly: ignore[missing-attribute]
-    held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1  # not gradients
-    # pyrefly: ignore[bad-argument-type]
-    arrays = [aval for aval in kept.values() if held(aval)]
+    kept: dict[Var, Any] = {v: v.aval for v in traced.outvars if isinstance(v, Var)}
+    # Without gradients, which have the parameters' shapes.
+    held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1
+    arrays = [aval for v, aval in kept.items() if v not in given and held(aval)]
     size = lambda array: array.size * array.dtype.itemsize
     logits = sum(size(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(size, arrays)) - logits

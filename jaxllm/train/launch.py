@@ -15,16 +15,14 @@ from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
-from jaxllm.errors import InputError, memory_errors
+from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.infer.evaluate import text_bytes
 from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.estimate import device_name
-from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops
-from jaxllm.train.process import check_kernels
+from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops, print_line
 from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.verify import Canary
@@ -44,6 +42,17 @@ def join_devices(config: Config) -> Mesh:
     sharding.check_batch(config.train, mesh)
     check_kernels(config)
     return mesh
+
+
+def check_kernels(config: Config) -> None:
+    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8."""
+    if (fp8 := config.train.fp8) != "none" and jax.default_backend() != "cpu":  # a CPU emulates it
+        if lack := dispatch.device_lacks("sm_89"):
+            raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
+    if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
+        general = not dispatch.device_lacks("sm_80")
+        other = ", or auto with JAXLLM_KERNELS=general set" * general
+        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")
 
 
 def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest: int | None):
@@ -105,7 +114,7 @@ def prompt_of(config: SampleConfig, data: Dataset) -> str:
         return "Hello"
     ids = data.val.read(0, min(16, len(data.val)))
     text = data.tokenizer.decode(ids, special=False).partition("\ufffd")[0].strip()
-    return " ".join(text.split()[:3]) or text or "The"
+    return " ".join(text.split()[:3]) or "The"
 
 
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
@@ -121,7 +130,13 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
         )
 
 
-def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], None]) -> None:
+def emit(text: str) -> None:
+    """Prints a line on the first process."""
+    if jax.process_index() == 0:
+        print_line(text)
+
+
+def print_header(trainer: Trainer, data: Dataset | None) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
     emit(f"model    {trainer.describe()}")
@@ -137,7 +152,7 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
             f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
             " the others cost memory and time, and are never read"
         )
-    emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
+    emit(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
         emit(
@@ -153,44 +168,38 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
 
 
 def initial_state(
-    trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights, advice: str
+    trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights
 ) -> tuple[TrainState, Base | None]:
     """(state to train from, what identifies the base of adapters).
 
     The state comes from the checkpoint of step `restored`, or is new.
-    weights: the result of `open_initial_weights`.  advice: for when memory runs out.
+    weights: the result of `open_initial_weights`.
     Raises InputError if the base is another one than before.
     """
     base, identity = (), None
-    with memory_errors(advice):
-        if trainer.lora is not None:
-            held, model = base_of(weights), trainer.config.model
-            base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
-            step = held.step if isinstance(held, RunWeights) else None
-            identity = Base(str(held.folder.absolute()), step, checksum)
-            known = weights.expected if isinstance(weights, AdapterWeights) else None
-            if restored is not None:
-                known = Base(**checkpoints.about(restored)["base"])
-            if known is not None:
-                known.check(checksum)
+    if trainer.lora is not None:
+        held, model = base_of(weights), trainer.config.model
+        base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
+        step = held.step if isinstance(held, RunWeights) else None
+        identity = Base(str(held.folder.absolute()), step, checksum)
+        known = weights.expected if isinstance(weights, AdapterWeights) else None
         if restored is not None:
-            saved = trainer.abstract_state().saved()
-            return trainer.complete(checkpoints.restore(restored, saved), base), identity
-        params = None
-        if trainer.lora is None and weights is not None:
-            params = load_params(weights, trainer.abstract_state().params)
-        elif isinstance(weights, AdapterWeights):
-            params = weights.adapters(trainer.abstract_params, trainer.mesh)
-        return trainer.init(params, base), identity
+            known = Base(**checkpoints.about(restored)["base"])
+        if known is not None:
+            known.check(checksum)
+    if restored is not None:
+        saved = trainer.abstract_state().saved()
+        return trainer.complete(checkpoints.restore(restored, saved), base), identity
+    params = None
+    if trainer.lora is None and weights is not None:
+        params = load_params(weights, trainer.abstract_state().params)
+    elif isinstance(weights, AdapterWeights):
+        params = weights.adapters(trainer.abstract_params, trainer.mesh)
+    return trainer.init(params, base), identity
 
 
 def compile_step(
-    trainer: Trainer,
-    out_dir: Path,
-    fresh: bool,
-    emit: Callable[[str], None],
-    advice: str,
-    lowered: Callable[[], None],
+    trainer: Trainer, out_dir: Path, fresh: bool, lowered: Callable[[], None]
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
@@ -208,11 +217,10 @@ def compile_step(
             shutil.rmtree(compiled, ignore_errors=True)
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
-    with memory_errors(advice):
-        program, canary = find(trace_step), None
-        emit(f"kernels  {kernel_summary()}")
-        if config.verify_every:
-            canary = Canary(trainer, find(Trainer.trace_verified_step))
+    program, canary = find(trace_step), None
+    emit(f"kernels  {kernel_summary()}")
+    if config.verify_every:
+        canary = Canary(trainer, find(Trainer.trace_verified_step))
     emit(f"compiled in {time.perf_counter() - clock:.1f} s, writing to {out_dir}")
     return program, canary
 
@@ -239,9 +247,7 @@ def kernel_summary() -> str:
     return f"all ops run on XLA: {why}"
 
 
-def open_log(
-    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, emit: Callable[[str], None]
-) -> RunLog | SilentLog:
+def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> RunLog | SilentLog:
     """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog(out_dir, start)
@@ -257,9 +263,8 @@ def open_log(
     # A run that is killed before its first checkpoint begins again at --resume; a copy without this
     # folder does not.
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = dict(
-        model=trainer.describe(), tokens_per_step=tokens, device=device_name(trainer.mesh)
-    )
+    about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
+    about["device"] = estimate.device_name(trainer.mesh)
     if tokenizer is not None and isinstance(dataset.val, Tokens):
         count = min(len(dataset.val) - 1, 1 << 16)
         each = text_bytes(tokenizer, dataset.val, count) / count

@@ -77,19 +77,14 @@ class RunLog:
         self.seconds = deque[float]()  # duration of the last steps
         self.printed = -PAUSE  # when the last line was
         self.unwritten = b""  # rows that a full disk has not taken yet
-        self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
-        if tracker is not None:
-            self.boards.append(tracker)
+        boards = Board(out_dir / "tensorboard", start), tracker
+        self.boards = [board for board in boards if board is not None]
         self.console = Console()
         self.bar: Progress | None = None
         if is_interactive(self.console):
             columns = [TextColumn("step"), MofNCompleteColumn()]
             columns += [BarColumn()] * (self.console.width >= 110)
-            columns += [
-                TextColumn("{task.fields[news]}"),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-            ]
+            columns += [TextColumn("{task.fields[news]} left"), TimeRemainingColumn()]
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=steps, completed=start, news="")
             self.bar.start()

@@ -119,9 +119,9 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]:
     """The cells of memory and time with one choice of model.remat, on the kernels."""
-    train = trainer.config.train
-    model = trainer.config.model.model_copy(update={"kernels": "mosaic", "remat": remat})
-    activations = sum(estimate.activation_memory(trainer, model).values())
+    config = trainer.config.with_model(kernels="mosaic", remat=remat)
+    model, train = config.model, config.train
+    activations = sum(estimate.activation_memory(trainer, config).values())
     total = state + activations
     more = recomputed(model, train.seq_len)
     tokens = train.batch_size * train.seq_len / trainer.mesh.size
@@ -174,11 +174,8 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
         "fsdp": (fsdp, tensor),
         "data": (data, tensor * fsdp),
     }
-    return [
-        Traffic(axis, size, *_bandwidth(GPUS[kind], *groups[axis]))
-        for axis, size in sizes.items()
-        if size
-    ]
+    ways = {axis: _bandwidth(GPUS[kind], *group) for axis, group in groups.items()}
+    return [Traffic(axis, size, *ways[axis]) for axis, size in sizes.items() if size]
 
 
 def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:

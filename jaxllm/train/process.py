@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
 
@@ -18,22 +17,18 @@ _SAME = 1.0  # seconds within which two signals count as one
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def handle_signals(handler: Callable) -> Callable[[], None]:
-    """Handles the signals that stop a run; returns what restores their handlers.
+def handle_signals(handler: Callable) -> contextlib.ExitStack:
+    """Handles the signals that stop a run; closing the result restores their handlers.
 
     SIGHUP stays ignored where it is, under nohup.
     """
+    before = contextlib.ExitStack()
     wakeup = signal.set_wakeup_fd(-1)  # terminal.ended_by_interrupt
+    before.callback(signal.set_wakeup_fd, wakeup, warn_on_full_buffer=False)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    handled = [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]
-    previous = {s: signal.signal(s, handler) for s in handled}
-
-    def restore() -> None:
-        for s, before in previous.items():
-            signal.signal(s, before)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-
-    return restore
+    for number in [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]:
+        before.callback(signal.signal, number, signal.signal(number, handler))
+    return before
 
 
 def set_xla_flags(deterministic: bool) -> None:
@@ -74,7 +69,7 @@ class StopSignals:
     def __enter__(self):
         self.received: int | None = None
         self.at = 0.0
-        self.restore = handle_signals(self._handle)
+        self.handled = handle_signals(self._handle)
         return self
 
     def after(self, step: int) -> int | None:
@@ -89,14 +84,14 @@ class StopSignals:
             # print() may be what the signal interrupts.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
-            self.restore()
+            self.handled.close()
             signal.set_wakeup_fd(-1)
             interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
             signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
 
     def __exit__(self, *_):
-        self.restore()
+        self.handled.close()
 
 
 @contextlib.contextmanager
@@ -115,10 +110,12 @@ def no_long_pauses() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # another run is in a folder above
-        for folder in folders:
-            folder.rmdir()
+def _remove_unused(lock_: Path, new: list[Path]) -> None:
+    if new and os.listdir(lock_.parent) == [lock_.name]:
+        lock_.unlink()
+        with contextlib.suppress(OSError):  # another run is in a folder above
+            for folder in new:
+                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -140,24 +137,5 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
             ) from e
         except OSError as e:
             raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
-        try:
-            yield
-        finally:
-            if new and os.listdir(out_dir) == [path.name]:
-                path.unlink()
-                _remove_empty(new)
-
-
-def check_kernels(config: Config) -> None:
-    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8."""
-    import jax
-
-    from pallas_kernels import dispatch
-
-    if (fp8 := config.train.fp8) != "none" and jax.default_backend() != "cpu":  # a CPU emulates it
-        if lack := dispatch.device_lacks("sm_89"):
-            raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
-    if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
-        general = not dispatch.device_lacks("sm_80")
-        other = ", or auto with JAXLLM_KERNELS=general set" * general
-        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")
+        stack.callback(_remove_unused, path, new)
+        yield

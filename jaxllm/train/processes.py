@@ -5,6 +5,7 @@ report a dead peer in one line, because JAX's coordination service then ends it 
 long log; the process that watches replaces this log by the line.
 """
 
+import argparse
 import json
 import os
 import re
@@ -48,20 +49,16 @@ class Place(NamedTuple):
     gpu: int | None = None  # None: all of this machine, or the one that the cluster chose
 
 
-def places(
-    count: int | None, index: int | None, coordinator: str | None, distributed: bool
-) -> list[Place]:
-    """The processes that this command runs; empty if it is to train by itself.
-
-    count, index, coordinator: the options --processes, --process, --coordinator.
-    """
-    if index is not None:
-        return [Place(count, index, coordinator)]
+def places(options: argparse.Namespace) -> list[Place]:
+    """The processes that `jaxllm train` runs; empty if it is to train by itself."""
+    count = options.processes
+    if options.process is not None:
+        return [Place(count, options.process, options.coordinator)]
     if count is not None and count > 1:
         with socket.create_server(("localhost", 0)) as free:
             address = f"localhost:{free.getsockname()[1]}"
         return [Place(count, i, address, gpu=i) for i in range(count)]
-    return [Place()] if distributed else []
+    return [Place()] if options.config.mesh.distributed else []
 
 
 @dataclass
@@ -93,15 +90,12 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
                     child.ended = len(received) > 1
                     os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
 
-        restore = handle_signals(stop)
-        try:
+        with handle_signals(stop) as handled:
+            handled.callback(os.close, alive)
             _wait(children)
             for child in children:  # before it joined its peers, our own signal killed it
                 child.ended |= bool(received) and child.status == -signal.SIGTERM
             status = _report(children, names)
-        finally:
-            os.close(alive)
-            restore()
     return 128 + received[0] if received and status != 0 else status
 
 
@@ -156,11 +150,8 @@ def _wait(children: list[_Child]) -> None:
 def _rest(fd: int) -> bytes:
     """What a pipe still holds; a grandchild may keep it open."""
     os.set_blocking(fd, False)
-    try:
-        with open(fd, "rb", buffering=0) as pipe:
-            return pipe.read() or b""
-    except OSError:
-        return b""
+    with open(fd, "rb", buffering=0) as pipe:
+        return pipe.read() or b""
 
 
 def _pass_on(children: list[_Child]) -> None:

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.errors import in_short, memory_errors
+from jaxllm.errors import in_short
 
 
 class StepClock:
     """Times each step, and records it while the devices run the next one."""
 
-    def __init__(self, record: Callable[[int, dict, float], None], advice: str):
-        """record: called with a step, its metrics and its seconds.
-
-        advice: for when memory runs out.
-        """
-        self.record, self.advice = record, advice
+    def __init__(self, record: Callable[[int, dict, float], None]):
+        """record: called with a step, its metrics and its seconds."""
+        self.record = record
         self.running: tuple[int, dict] | None = None
         self.clock = time.perf_counter()
 
@@ -39,37 +36,35 @@ class StepClock:
         if self.running is None:
             return
         (step, metrics), self.running = self.running, None
-        with memory_errors(self.advice):
-            values = {name: float(value) for name, value in metrics.items()}  # waits for the step
+        values = {name: float(value) for name, value in metrics.items()}  # waits for the step
         before, self.clock = self.clock, time.perf_counter()
         self.record(step, values, self.clock - before)
 
 
 class StepTrace:
-    """Traces the steps of `span` that this process takes into a folder.
+    """Traces the steps of `span` that this process takes into a folder, while no other runs."""
 
-    No step may be running when the loop calls `start` or `stop`.
-    """
-
-    def __init__(self, span: range, folder: Path):
-        self.span, self.folder = span, folder
+    def __init__(self, span: range, folder: Path, clock: StepClock):
+        self.span, self.folder, self.clock = span, folder, clock
         self.first: int | None = None  # the first traced step, while the trace runs
 
-    def begins(self, step: int) -> bool:
-        """Whether to start the trace before `step`: a resumed run may begin amid the span."""
-        return self.first is None and step in self.span
+    def before(self, step: int) -> None:
+        """Starts the trace if `step` is in the span, amid which a resumed run may begin."""
+        if self.first is None and step in self.span:
+            with self.clock.stopped():
+                jax.profiler.start_trace(str(self.folder))
+            self.first = step
 
-    def ends(self, step: int, stopping: bool) -> bool:
-        """Whether to stop the trace after `step`, which may be the last before a signal."""
-        return self.first is not None and (stopping or step + 1 not in self.span)
+    def after(self, step: int, stopping: bool) -> str | None:
+        """Ends the trace after the span, or if a signal stops the run; returns what it says."""
+        if self.first is None or (step + 1 in self.span and not stopping):
+            return None
+        with self.clock.stopped():
+            return self._kernels(step + 1 - self.first)
 
-    def start(self, step: int) -> None:
-        jax.profiler.start_trace(str(self.folder))
-        self.first = step
-
-    def stop(self, step: int) -> str:
-        """Writes the trace; returns a table of the ten longest kernels."""
-        n, self.first = step + 1 - (self.first or 0), None
+    def _kernels(self, n: int) -> str:
+        """Writes the trace of n steps; returns a table of the ten longest kernels."""
+        self.first = None
         try:
             jax.profiler.stop_trace()
             files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
@@ -84,9 +79,8 @@ class StepTrace:
         total = sum(times.values())
         rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms per step; the ten longest:"]
         for name, ms in times.most_common(10):
-            rows.append(
-                f"{ms / n:10.3f} ms {ms / total:6.1%} {calls[name] / n:7.1f} x  {name[:90]}"
-            )
+            called = f"{calls[name] / n:7.1f} x  {name[:90]}"
+            rows.append(f"{ms / n:10.3f} ms {ms / total:6.1%} {called}")
         return "\n".join(rows)
 
     def close(self) -> None:
@@ -97,10 +91,7 @@ class StepTrace:
 
 def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
     """Yields the kernels that ran on the first GPU of an .xplane.pb file, all streams."""
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if plane.name != "/device:GPU:0":
-            continue
-        for line in plane.lines:
-            # The others repeat the time by module and source.
-            if line.name.startswith("Stream"):
-                yield from line.events
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    for line in (x for plane in planes if plane.name == "/device:GPU:0" for x in plane.lines):
+        if line.name.startswith("Stream"):  # the others repeat the time by module and source
+            yield from line.events

@@ -102,10 +102,7 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
         "devices": [[d.id, *(str(getattr(d, size, None)) for size in sizes)] for d in devices],
         "config": trainer.config.model_dump(mode="json"),
         "packing": repr(trainer.packing),
-        "arrays": [
-            [jax.tree_util.keystr(path), x.shape, str(x.dtype), str(x.sharding)]
-            for path, x in arrays
-        ],
+        "arrays": [f"{jax.tree_util.keystr(path)} {x}" for path, x in arrays],
         "settings": {key: repr(value) for key, value in sorted(jax.config.values.items())},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_READ)},
     }
@@ -133,10 +130,7 @@ def _modules() -> tuple[list[str], int]:
 
 
 def write(
-    place: Path,
-    program: jax.stages.Compiled,
-    decisions: dict[dispatch.Decision, int],
-    timings: Path | None,
+    place: Path, program: jax.stages.Compiled, decisions: Counter, timings: Path | None
 ) -> None:
     """Keeps a step, with the decisions of its ops and the times of matmuls that it follows.
 

@@ -1,18 +1,23 @@
 """Writes a page about one run, or about several in the same charts: jaxllm report DIR [DIR ...]
 
-The page is one HTML file without links: it can be sent, and opened without a network.
+The page is one HTML file without links: it can be sent, and opened without a network.  Also prints
+the summary at the end of a run.
 """
 
 import contextlib
-import html
 import io
 import json
 import math
-import re
+import os
+import platform
+import shlex
+import shutil
+import sys
 import time
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import yaml
 from jinja2 import Environment
@@ -21,7 +26,7 @@ from markupsafe import Markup
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.config.loading import flat
 from jaxllm.errors import InputError
-from jaxllm.files import write_whole
+from jaxllm.files import read_json, write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
@@ -39,83 +44,6 @@ CHARTS = (  # key of metrics.jsonl, title, unit, noisy, scale, only the second h
     ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, "from 0", False),
 )
 SPIKE = 10  # a log scale ends at this multiple of the highest median
-STYLE = """
-:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; }
-body { padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0 0 1rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .8rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
-th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-th { white-space: nowrap; }
-.grid { display: grid; gap: 1.2rem; }
-.grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
-figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
-svg { height: auto; } summary { cursor: pointer; font-weight: 600; margin: 1rem 0 .5rem; }
-pre { margin: .3rem 0 0; padding: .8rem; border-radius: 6px; background: var(--soft); }
-pre { font-size: 13px; overflow: auto; max-height: 24rem; white-space: pre-wrap; }
-pre { overflow-wrap: anywhere; }
-output { display: block; min-height: 1.5em; font-variant-numeric: tabular-nums; }
-svg { touch-action: pan-y; } svg line { stroke: currentColor; stroke-width: .5; }
-@media (max-width: 600px) { th, td { padding-right: .6rem; overflow-wrap: anywhere; }
-table { display: table; width: 100%; font-size: 13px; } th { white-space: normal; } }
-.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
-"""
-
-
-# Shows the values under the pointer below each chart, and a line at their step.
-SCRIPT = """
-for (const figure of document.querySelectorAll("figure[data-curves]")) {
-  const curves = JSON.parse(figure.dataset.curves), svg = figure.querySelector("svg");
-  const line = svg.appendChild(document.createElementNS(svg.namespaceURI, "line"));
-  const show = event => {
-    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(
-      svg.getScreenCTM().inverse()).x;
-    const near = curves.map(({points}) => points.reduce(
-      (a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
-    const values = near.map((point, i) => `${curves[i].name} ${+point[2].toPrecision(4)}`.trim());
-    figure.querySelector("output").textContent =
-      `${figure.dataset.axis} ${near[0][1].toLocaleString("en")}: ${values.join(", ")}`;
-    for (const [key, value] of [["x1", near[0][0]], ["x2", near[0][0]], ["y1", 0],
-      ["y2", svg.viewBox.baseVal.height]]) line.setAttribute(key, value);
-  };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerdown", show);
-}
-"""
-
-
-PAGE = (
-    DOCTYPE
-    + """<html lang=en><head><meta charset=utf-8>
-<meta name=viewport content="width=device-width, initial-scale=1">
-{%- macro table(head, rows) -%}
-<table><thead><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr></thead><tbody>
-{%- for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor -%}
-</tbody></table>
-{%- endmacro %}
-<title>{{ runs | map(attribute="name") | join(", ") }}</title><style>{{ style }}</style></head>
-<body><h1>Training report</h1>
-{{ table(["run"] + names, facts) }}
-<h2>Curves</h2><div class=grid>{{ charts | join }}</div>
-{% if differences %}<h2>What differs</h2>{{ table(["setting"] + names, differences) }}{% endif %}
-{% for run in runs %}
-<h2>{{ names[loop.index0] }}</h2>
-{% for step, text in run.samples() %}
-{% if loop.first %}<h3>Samples over time</h3><div class=grid>{% endif %}
-<figure><figcaption>step {{ "{:,}".format(step) }}</figcaption><pre tabindex=0>
-{{ text }}</pre></figure>
-{% if loop.last %}</div>{% endif %}
-{% endfor %}
-{% if run.ops %}<h3>How the ops ran</h3>{{ table(["op", "runs on", "why"], run.ops) }}{% endif %}
-{% if run.versions %}<h3>Versions</h3>{{ table(run.versions, [run.versions.values()]) }}{% endif %}
-<details><summary>Configuration</summary><pre>{{ run.config }}</pre></details>
-{% endfor %}
-<script>{{ script }}</script></body></html>
-"""
-)
 
 
 class LoadedRun:
@@ -134,14 +62,12 @@ class LoadedRun:
         if not self.rows:
             raise InputError(f"{folder} holds no metrics yet; jaxllm train writes them")
         self.name, self.color = folder.resolve().name, color
-        self.about, self.ops, self.versions = {}, [], {}
-        if (folder / "run.json").exists():
-            try:
-                self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-                self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
-                self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
-            except (ValueError, TypeError, AttributeError, RecursionError) as e:
-                raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
+        try:
+            self.about = read_json(folder / "run.json", optional=True)
+            self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
+            self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
+        except (InputError, TypeError, AttributeError) as e:
+            raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
 
     @property
     def bits(self) -> float | None:
@@ -192,8 +118,8 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def chart(
     runs: list[LoadedRun], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
-) -> str:
-    """An inline SVG of the runs' curves, or "" if no run has the key."""
+) -> dict[str, str] | None:
+    """What the page shows of the runs' curves, with an SVG; None if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -213,24 +139,21 @@ def chart(
     curves, dots = [shown(points) for points in read(key)], read("val_loss")
     if end:
         half = max((p[0] for points in curves for p in points), default=0) / 2
-        curves, dots = (
-            [[p for p in points if p[0] > half] for points in x] for x in (curves, dots)
-        )
+        late = lambda lines: [[p for p in points if p[0] > half] for points in lines]
+        curves, dots = late(curves), late(dots)
     if not any(curves):
-        return ""
+        return None
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
         figure = Figure(figsize=(5, 2.8), dpi=72, layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
+        axes, lines = figure.subplots(), []
         for run, points, validation in zip(runs, curves, dots, strict=True):
             noise = noisy and len(points) > 50
-            if points:
-                faint = 0.3 if noise else 1
-                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=faint)
+            lines.append(smooth(points) if noise else thin(points))
             if noise:
-                axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
+                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=0.3)
+            if points:
+                axes.plot(*zip(*lines[-1], strict=True), color=run.color, lw=1.5 if noise else 1)
             if validation and key == "loss":
                 axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
         axes.set(xlabel=axis, ylabel=unit)
@@ -245,17 +168,13 @@ def chart(
         axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        data = html.escape(json.dumps(hover(axes, runs, curves, noisy)))
+        out, without = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=without)
+        data = json.dumps(hover(axes, runs, lines))
     picture = out.getvalue().replace(INK, "currentColor")
     picture = picture[picture.index("<svg") :]  # drops the XML declarations
-    picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
-    picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
-    return (
-        f'<figure data-axis={axis} data-curves="{data}">'
-        f"<figcaption>{html.escape(title)}</figcaption>{picture}<output></output></figure>"
-    )
+    picture = picture.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return {"title": title, "axis": axis, "curves": data, "picture": Markup(picture)}
 
 
 def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
@@ -270,16 +189,14 @@ def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
     return "tokens", known, None
 
 
-def hover(axes, runs: list[LoadedRun], curves: list, noisy: bool) -> list[dict]:
-    """What SCRIPT shows: {name, points: [(column of the SVG, x, value)]} of each run's curve."""
+def hover(axes, runs: list[LoadedRun], lines: list) -> list[dict]:
+    """For the page's script: {name, points: [(column of the SVG, x, value)]} of each line."""
     column = lambda x: round(float(axes.transData.transform((x, 1))[0]), 1)
-    found = []
-    for run, points in zip(runs, curves, strict=True):
-        kept = smooth(points) if noisy and len(points) > 50 else thin(points)
-        name = run.name if len(runs) > 1 else ""
-        if kept:
-            found.append({"name": name, "points": [(column(x), x, y) for x, y in kept]})
-    return found
+    return [
+        {"name": run.name * (len(runs) > 1), "points": [(column(x), x, y) for x, y in points]}
+        for run, points in zip(runs, lines, strict=True)
+        if points
+    ]
 
 
 def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
@@ -344,23 +261,63 @@ def page(runs: list[LoadedRun]) -> str:
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
     # The name of each run after a dot in the color of its curves.
     dot = Markup('<i class="dot" style="background:{}"></i>{}')
-    template = Environment(autoescape=True).from_string(PAGE)
+    text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True).from_string(text)
     return template.render(
         runs=runs,
         names=[dot.format(run.color, run.name) for run in runs],
         facts=[fact for fact in facts if any(fact[1:])],
-        charts=[Markup(chart(runs, *of_chart)) for of_chart in CHARTS],
+        charts=filter(None, [chart(runs, *of_chart) for of_chart in CHARTS]),
         differences=differences(runs),
-        style=Markup(STYLE),
-        script=Markup(SCRIPT),
     )
+
+
+def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
+    """The losses, speed and reports of the run in out_dir, and the command that generates text.
+
+    prompt: for that command.  chat: whether the model answers messages.
+    """
+    lines = [f"done: {out_dir}"]
+    try:
+        run = LoadedRun(out_dir)
+    except InputError as e:  # a full disk
+        return f"{lines[0]} ({e})"
+    if losses := run.points("loss"):
+        (first, from_loss), (last, to_loss) = losses[0], losses[-1]
+        line = f"loss     {from_loss:.4f} at step {first:,}, {to_loss:.4f} at step {last:,}"
+        if validation := run.points("val_loss"):
+            line += f", validation {validation[-1][1]:.4f}"
+        lines.append(line)
+        steps = max(row["step"] for row in run.rows)  # the last one may have no loss
+        tokens = steps * run.about.get("tokens_per_step", 0)
+        line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
+        if times := [ms / 1e3 for _, ms in run.points("step_ms")]:
+            spent = mean(times) * steps  # some steps may not be logged
+            line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
+        lines.append(line)
+    pages = [out_dir / name for name in ("loss.png", "report.html")]
+    lines.append(f"look at  {', '.join(str(page) for page in pages if page.exists())}")
+    if (out_dir / "tokenizer.json").exists():
+        lines.append(f"try it   {generate_command(out_dir, prompt or 'The', chat)}")
+    return "\n".join(lines)
+
+
+def generate_command(out_dir: Path, prompt: str, chat: bool = False) -> str:
+    """The command that generates text with this run, in the form that started this process."""
+    uv, python = "UV" in os.environ, sys.executable  # under `uv run`, `python` may be another one
+    if Path(sys.argv[0]).name == "jaxllm":  # the package's console command
+        command = ["jaxllm", "generate"]
+    else:
+        known = uv or shutil.which("python") == python
+        command = ["python" if known else python, "-m", "jaxllm", "generate"]
+    before = ["uv", "run"] if uv else []
+    text = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt]
+    options = ["--checkpoint", str(out_dir.absolute()), *["--chat"] * chat, *text]
+    return shlex.join([*before, *command, *options])
 
 
 def describe(folder: Path, about: dict, ops: list) -> None:
     """Writes run.json: `about` (model, tokens per step, device, ...), versions, how the ops ran."""
-    import platform
-    from importlib.metadata import version
-
     path = folder / "run.json"
     about = about | {
         "started": time.strftime("%Y-%m-%d %H:%M"),
@@ -368,8 +325,8 @@ def describe(folder: Path, about: dict, ops: list) -> None:
         | {"python": platform.python_version()},
         "ops": [[decision.op, decision.runs, decision.why] for decision in ops],
     }
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a resumed run keeps it
-        about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]
+    with contextlib.suppress(InputError, KeyError):  # a resumed run keeps it
+        about["started"] = read_json(path)["started"]
     write_whole(path, json.dumps(about, indent=1).encode())
 
 
@@ -391,10 +348,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> None:
     parser = Parser(prog="jaxllm report", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"
-    )
+    parser.option("folders DIR", "a run's directory", nargs="+")
+    parser.option("--out FILE", "default: report.html in the first directory")
     words = parser.parse_args(argv)
     out = words.out or words.folders[0] / "report.html"
     try:

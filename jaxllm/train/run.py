@@ -10,7 +10,6 @@ import gc
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +23,16 @@ from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker, print_line
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
-from jaxllm.train.summary import summarize_run
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: failed, 2: bad input, 128 + n: stopped by n."""
     return command_line.exit_status(
-        lambda: _run(sys.argv[1:] if argv is None else argv),
-        memory="lower train.batch_size, or set model.remat=block",
+        lambda: _run(argv), memory="lower train.batch_size, or set model.remat=block"
     )
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str] | None) -> int:
     source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
@@ -49,10 +46,7 @@ def _run(argv: list[str]) -> int:
 
         print_line(predict(config, gpus))
         return 0
-    where = processes.places(
-        arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
-    )
-    if where:
+    if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
     return _train(arguments)
 
@@ -106,19 +100,16 @@ def check_input(config: Config, opens_data: bool) -> None:
 
 def dry_run(config: Config) -> int:
     """Prints what a run needs; compiles and writes nothing.  Raises InputError if it cannot fit."""
-    import jax
-
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
     adapts = getattr(config.model, "lora", None) is not None
     weights = launch.open_initial_weights(config, None, None) if adapts else None
     trainer = launch.make_trainer(config, mesh, weights)
-    emit = print_line if jax.process_index() == 0 else lambda text: None
-    launch.print_header(trainer, None, emit)
+    launch.print_header(trainer, None)
     launch.trace_step(trainer)
-    emit(f"kernels  {launch.kernel_summary()}")
-    emit(estimate.summarize(trainer))
+    launch.emit(f"kernels  {launch.kernel_summary()}")
+    launch.emit(estimate.summarize(trainer))
     return 0
 
 
@@ -135,7 +126,7 @@ class Run:
         from jaxllm.data import open_dataset
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
-        from jaxllm.train.profiling import StepTrace
+        from jaxllm.train.profiling import StepClock, StepTrace
         from jaxllm.weights.pretrained import text_folder
 
         self.config, self.out_dir, train = config, out_dir, config.train
@@ -146,7 +137,6 @@ class Run:
         )
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
-        emit = print_line if self.rank == 0 else lambda text: None
         if self.rank == 0:  # Checkpoints would delete another process's running save
             stack.enter_context(lock_directory(out_dir))
             if not resume:  # another process may have made it while this one started
@@ -154,7 +144,7 @@ class Run:
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
+            launch.emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and text_folder(weights)) if newest is None else out_dir
@@ -174,31 +164,30 @@ class Run:
             now = config.model_dump()
             changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.print_header(self.trainer, self.dataset, emit)
+        launch.print_header(self.trainer, self.dataset)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
+            launch.emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
-        with ThreadPoolExecutor(1) as pool:
+        with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
             fresh, lowered = self.start == 0, threading.Event()
-            compiling = pool.submit(
-                launch.compile_step, self.trainer, out_dir, fresh, emit, self.advice, lowered.set
-            )
+            compiling = pool.submit(launch.compile_step, self.trainer, out_dir, fresh, lowered.set)
             compiling.add_done_callback(lambda _: lowered.set())  # also if it failed
             if newest is None and weights is None:
                 lowered.wait()  # Python draws weights, and would lower the step half as fast
             self.state, self.base = launch.initial_state(
-                self.trainer, self.checkpoints, newest, weights, self.advice
+                self.trainer, self.checkpoints, newest, weights
             )
             self.step_program, self.canary = compiling.result()
         self.evaluate = self.trainer.eval_step()
         # Processes of one machine would write their traces to one file.
         span = range(*config.profile.span) if self.rank == 0 else range(0)
-        self.trace = StepTrace(span, out_dir / "profile")
+        self.clock = StepClock(self._record)
+        self.trace = StepTrace(span, out_dir / "profile", self.clock)
         try:
-            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
         if (lost := saved.get("rows", 0) - self.log.rows) > 0:
@@ -213,9 +202,10 @@ class Run:
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
-            if self.chat and self.start == 0:
-                self._sample(0)  # to compare with what it learns to say
-            step, received = self._take_steps(batches, stop)
+            with memory_errors(self.advice):
+                if self.chat and self.start == 0:
+                    self._sample(0)  # to compare with what it learns to say
+                step, received = self._take_steps(batches, stop)
             self._finish()
             if received is not None:
                 options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
@@ -225,7 +215,7 @@ class Run:
                 )
                 return 128 + received
             if self.rank == 0:
-                self.log.message(summarize_run(self.out_dir, self.prompt, self.chat))
+                self.log.message(report.summarize_run(self.out_dir, self.prompt, self.chat))
             return 0
         except RunError as e:
             with contextlib.suppress(RunError):
@@ -248,32 +238,26 @@ class Run:
         self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
-        from jaxllm.train.profiling import StepClock
-
-        steps, trace = self.config.train.steps, self.trace
-        if self.start:  # a signal or a kill may have come between a save and what follows it
-            due = self._due(self.start) - self.log.logged - {"checkpoint"}
-            self._evaluate_sample_save(self.start, due)
-        clock = StepClock(self._record, self.advice)
+        steps = self.config.train.steps
+        # A signal or a kill may have come between a save and what follows it.
+        due = self._due(self.start) - self.log.logged - {"checkpoint"} if self.start else set()
+        self._evaluate_sample_save(self.start, due)
         for step in range(self.start + 1, steps + 1):
-            if trace.begins(step):
-                with clock.stopped():
-                    trace.start(step)
+            self.trace.before(step)
             batch = self.trainer.put_batch(next(batches))
             if self.canary is not None and step % self.config.train.verify_every == 0:
                 self.state, metrics = self.canary.take(step, self.state, batch)
             else:
                 self.state, metrics = self.step_program(self.state, batch)
-            clock.started(step, metrics)
+            self.clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
             received = stop.after(step) if step < steps else None
             due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
-            if due or trace.ends(step, received is not None):
-                with clock.stopped():
-                    if trace.ends(step, received is not None):
-                        self.log.message(trace.stop(step))
-                    self._evaluate_sample_save(step, due)
+            if kernels := self.trace.after(step, received is not None):
+                self.log.message(kernels)
+            if due:
+                self._evaluate_sample_save(step, due)
             if received is not None:
                 return step, received
         return steps, None
@@ -286,11 +270,12 @@ class Run:
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
     def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
-        val_loss = self._validate(step) if "val_loss" in due else None
-        if "sample" in due:
-            self._sample(step)
-        if "checkpoint" in due:
-            self._save(step, val_loss)
+        with self.clock.stopped():
+            val_loss = self._validate(step) if "val_loss" in due else None
+            if "sample" in due:
+                self._sample(step)
+            if "checkpoint" in due:
+                self._save(step, val_loss)
 
     def _finish(self) -> None:
         """Waits for the last checkpoint; writes loss.png and report.html."""
@@ -398,10 +383,10 @@ class Run:
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         ends = tokenizer.chat_ends if self.chat else ends
-        options = dict(sample=step, rows=rows, ends=ends)
+        model = self.trainer.graph, self.whole
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
-                tokens = generate(self.trainer.graph, self.whole, prompt, config, **options)
+                tokens = generate(*model, prompt, config, sample=step, rows=rows, ends=ends)
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return

@@ -20,15 +20,7 @@ from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
 from jaxllm.models import abstract, create
 from jaxllm.models.language_model import IGNORE
-from jaxllm.train.optim import (
-    Watch,
-    at_step,
-    check_update,
-    global_norm,
-    learning_rate,
-    make_optimizer,
-    new_watch,
-)
+from jaxllm.train import optim
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
 from pallas_kernels.totals import summed
@@ -40,7 +32,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32, steps done
     params: nnx.State  # fp32: all, or only the adapters
     opt_state: optax.OptState
-    watch: Watch
+    watch: optim.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
     copies: tuple[jax.Array, ...] = ()
@@ -91,8 +83,8 @@ class Trainer:
         """packing: of the frozen weights, if they are packed already."""
         self.config = config
         self.mesh = mesh
-        self.optimizer = make_optimizer(config.optimizer, config.train.steps)
-        self.schedule = learning_rate(config.optimizer, config.train.steps)
+        self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
+        self.schedule = optim.learning_rate(config.optimizer, config.train.steps)
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
         model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
@@ -145,7 +137,7 @@ class Trainer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
-        of_opt_state = optax.tree.map_params(
+        of_opt = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
             lambda moment, s: moment if _is_masked(moment) else s,
@@ -158,7 +150,7 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, Watch(whole, whole), of_copies, of_base)
+        return TrainState(whole, of_params, of_opt, optim.Watch(whole, whole), of_copies, of_base)
 
     def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
@@ -177,17 +169,13 @@ class Trainer:
             return start(params)._replace(base=base)
 
     def _start(self, params: nnx.State) -> TrainState:
-        opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, new_watch(), self._make_copies(params))
+        opt_state, copies = self.optimizer.init(params), self._make_copies(params)
+        return TrainState(jnp.int32(0), params, opt_state, optim.new_watch(), copies)
 
     def _placed(self, params: nnx.State, shardings: nnx.State) -> nnx.State:
         """Arrays like the parameters, which a split optimizer moves to these shardings."""
         split = self.config.mesh.shard_optimizer
         return jax.lax.with_sharding_constraint(params, shardings) if split else params
-
-    def _scattered(self, grads: nnx.State) -> nnx.State:
-        """Gradients split like the state: their sum over the replicas is then a reduce-scatter."""
-        return self._placed(grads, self.state_shardings.params)
 
     def complete(self, saved: TrainState, base: nnx.State | tuple = ()) -> TrainState:
         """Completes a restored state with its copies and the frozen weights."""
@@ -220,10 +208,8 @@ class Trainer:
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
         leaves, structure = jax.tree.flatten(state.params)
-        copies = iter(state.copies)
-        return jax.tree.unflatten(
-            structure, [next(copies) if c else p for p, c in zip(leaves, self.copied, strict=True)]
-        )
+        copies, each = iter(state.copies), zip(leaves, self.copied, strict=True)
+        return jax.tree.unflatten(structure, [next(copies) if c else p for p, c in each])
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
@@ -299,12 +285,9 @@ class Trainer:
 
     def _in_parts(self, batch: dict, n: int) -> dict:
         """(B, T) arrays as (n, B / n, T); part i has rows i, i + n, ...: some of every device."""
-        return jax.tree.map(
-            lambda x: sharding.constrain(
-                x.reshape(-1, n, x.shape[-1]).swapaxes(0, 1), None, sharding.BATCH, None
-            ),
-            batch,
-        )
+        split = lambda x: x.reshape(-1, n, x.shape[-1]).swapaxes(0, 1)
+        place = lambda x: sharding.constrain(split(x), None, sharding.BATCH, None)
+        return jax.tree.map(place, batch)
 
     def _side_by_side(self, batch: dict) -> list[dict]:
         """The batch in two halves on a tensor axis, if they have as many rows; else as it is.
@@ -355,7 +338,8 @@ class Trainer:
 
         def grad(params, part, number):
             loss, grads = jax.value_and_grad(mean_loss)(params, part, number)
-            return loss, self._scattered(grads)
+            # Split like the state, so their sum over the replicas is a reduce-scatter.
+            return loss, self._placed(grads, self.state_shardings.params)
 
         working = self._placed(self.working(state), self.working_shardings)
         parts = self.config.train.grad_accum
@@ -381,11 +365,11 @@ class Trainer:
     ) -> tuple[jax.Array, TrainState, dict]:
         """(whether to accept the update, the saved part of the state with it, the metrics)."""
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        opt_state = at_step(state.opt_state, state.step)
+        opt_state = optim.at_step(state.opt_state, state.step)
         updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        norm = global_norm(grads)
-        good, watch = check_update(state.watch, loss, norm, self.config.train.skip_spikes)
+        norm = optim.global_norm(grads)
+        good, watch = optim.check_update(state.watch, loss, norm, self.config.train.skip_spikes)
         rate = jnp.asarray(self.schedule(state.step), jnp.float32)
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skips": watch.skips}
         # pyrefly: ignore[bad-argument-type]
@@ -396,5 +380,5 @@ class Trainer:
         pairs = (new.params, new.opt_state), (old.params, old.opt_state)
         params, opt_state = jax.tree.map(functools.partial(jnp.where, good), *pairs)
         # The copies are cast before they are gathered, which halves the bytes.
-        copies = self._make_copies(self._scattered(params))
+        copies = self._make_copies(self._placed(params, self.state_shardings.params))
         return new._replace(params=params, opt_state=opt_state, copies=copies, base=old.base)

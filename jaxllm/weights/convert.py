@@ -25,37 +25,30 @@ from jaxllm.errors import InputError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""
     parser = Parser(prog="jaxllm convert", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
-    parser.add_argument(
-        "--step", type=int, help="step of the checkpoint of a run to convert (default: the newest)"
-    )
-    parser.add_argument(
+    parser.option("source SOURCE", "the folder to convert")
+    parser.option("out OUT", "the folder to create")
+    parser.option("--step N", "step of the checkpoint of a run to convert (default: the newest)")
+    parser.option(
         "--dtype",
+        "dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
         choices=["float32", "bfloat16"],
-        help="dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
     )
-    parser.add_argument(
+    parser.option(
         "--merge",
-        action="store_true",
-        help="add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
+        "add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
     )
-    parser.add_argument("--quantize", choices=FORMATS, help="pack the weights in this format")
-    parser.add_argument(
+    parser.option("--quantize", "pack the weights in this format", choices=FORMATS)
+    parser.option(
         "--group",
+        "with --quantize: weights of a column that share a scale; none: all (default: 128)",
         choices=["32", "64", "128", "none"],
-        help="with --quantize: weights of a column that share a scale; none: all (default: 128)",
     )
-    parser.add_argument(
+    parser.option(
         "--head",
+        "with --quantize: pack the head in this format, too (default: it stays in bfloat16)",
         choices=FORMATS,
-        help="with --quantize: pack the head in this format, too (default: it stays in bfloat16)",
     )
-    parser.add_argument(
-        "--asymmetric",
-        action="store_true",
-        help="with --quantize int8 to int1: an offset for each group, too",
-    )
+    parser.option("--asymmetric", "with --quantize int8 to int1: an offset for each group, too")
 
     def run() -> None:
         args = parser.parse_args(argv)

@@ -14,7 +14,7 @@ from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.process import check_kernels
+from jaxllm.train.launch import check_kernels
 from jaxllm.train.step import Trainer, step_model
 from pallas_kernels import dispatch
 

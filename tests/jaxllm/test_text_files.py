@@ -102,7 +102,7 @@ def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
     tokenizer.copy_to(tmp_path / "run")
     for found in (tokenizer, Tokenizer(tmp_path / "run")):
         line = f"settings of {found.folder}, {said}" if said else ""
-        assert found.sampling == (settings, line)
+        assert (found.sampling, found.describe_sampling()) == (settings, line)
     assert settings.items() <= sampling(**settings).model_dump().items()
 
 

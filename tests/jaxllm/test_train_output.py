@@ -9,7 +9,7 @@ import pytest
 from jaxllm import config as configs
 from jaxllm.data import open_dataset
 from jaxllm.sharding import make_mesh
-from jaxllm.train import launch, summary
+from jaxllm.train import launch, report
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
@@ -43,15 +43,14 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
         monkeypatch.delenv("UV", raising=False)
         if uv:
             monkeypatch.setenv("UV", "/usr/bin/uv")
-        assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
-    assert summary.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
+        assert report.generate_command(Path("a"), "it's") == f"{wanted} {more}"
+    assert report.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
 
 
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
-def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
+def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted, capsys):
     config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
     data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
-    lines = []
-    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
+    launch.print_header(Trainer(config, make_mesh(config.mesh)), data)
     note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
-    assert (note in "\n".join(lines)) == noted
+    assert (note in capsys.readouterr().out) == noted

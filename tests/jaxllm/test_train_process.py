@@ -50,7 +50,7 @@ with StopSignals() as stop:
 def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypatch):
     now, steps = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = StepClock(lambda *step: steps.append(step), "")
+    clock = StepClock(lambda *step: steps.append(step))
     for step in (1, 2, 3):
         now[0] += 1
         clock.started(step, {"loss": step})
@@ -71,14 +71,12 @@ def test_a_trace_ends_with_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
 
     def take(start, steps, signal_after=None):
-        trace, ended = StepTrace(range(4, 8), tmp_path), []
+        trace, ended = StepTrace(range(4, 8), tmp_path, StepClock(lambda *step: None)), []
         for step in range(start + 1, steps + 1):
-            if trace.begins(step):
-                trace.start(step)
-            if trace.ends(step, step == signal_after):
+            trace.before(step)
+            if (said := trace.after(step, step == signal_after)) is not None:
                 ended.append(step)
-                # There is no file, as on a full disk.
-                assert "could not be written" in trace.stop(step)
+                assert "could not be written" in said  # there is no file, as on a full disk
             if step == signal_after:
                 break
         trace.close()

@@ -13,7 +13,7 @@ from jaxllm import config as configs
 from jaxllm.config import command_line
 from jaxllm.data import open_dataset
 from jaxllm.errors import InputError
-from jaxllm.train import launch
+from jaxllm.train import launch, run
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.process import lock_directory
 from pallas_kernels import dispatch
@@ -158,6 +158,21 @@ def test_a_run_whose_configuration_could_not_be_written_can_begin_again(
     command_line.check_free(tmp_path / "x")
 
 
+def test_a_lack_of_memory_names_what_to_lower(tiny, capsys, tmp_path, monkeypatch):
+    """Whether a device finds it while a run is set up or while it trains."""
+
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes")
+
+    monkeypatch.setattr(launch, "compile_step", full)
+    for name in ("set up", "trains"):
+        assert run.main(["--config", str(tiny), "--out_dir", str(tmp_path / name)]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: the device is out of memory; lower train.batch_size=")
+        monkeypatch.setattr(launch, "compile_step", lambda *a: (None, None))
+        monkeypatch.setattr(run.Run, "_take_steps", full)
+
+
 def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
     words = ["--resume", "--out_dir", str(tmp_path)]
@@ -194,7 +209,7 @@ def test_a_configuration_comes_from_standard_input(tmp_path):
 def test_a_quoted_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     parser = command_line.Parser()
-    parser.add_argument("--out", type=Path)
+    parser.option("--out FILE", "")
     assert parser.parse_args(["--out=~/x"]).out == Path("/home/me/x")
 
 
@@ -211,6 +226,8 @@ train --config ~/nothing
 train --config llama3_small --out_dir ~/nothing
 train --config llama3_small --data.cache_dir ~/nothing
 generate --checkpoint ~/nothing --prompt a
+generate --checkpoint RUN --prompts ~/nothing
+evaluate --checkpoint RUN --hellaswag ~/nothing
 chat --checkpoint ~/nothing
 report ~/nothing
 """
