@@ -136,11 +136,9 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         )
     else:
         try:
-            content = path.read_bytes()
+            library = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except OSError as error:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
-        try:
-            library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
     if post := library.post_processor:
@@ -239,12 +237,12 @@ def ids(value: Any) -> list[int]:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            write_whole(target / name, (source / name).read_bytes())
-    for file in source.glob("additional_chat_templates/*.jinja"):
-        (target / file.parent.name).mkdir(exist_ok=True)
-        write_whole(target / file.parent.name / file.name, file.read_bytes())
+    more = source.glob("additional_chat_templates/*.jinja")
+    for file in (*(source / name for name in COMPANIONS), *more):
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            write_whole(copy, file.read_bytes())
     if config := Pages(source).config:
         write_json(target / IDS, config)
 

@@ -5,6 +5,7 @@ value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not 
 """
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxllm.errors import InputError
 from jaxllm.text.files import APPLIED, OTHERS
 from jaxllm.weights.places import tied
 
+_REMOVE = "if it does not affect the model's result, remove it"
 NEEDED = object()  # the "default" of a required key
 
 
@@ -207,9 +209,7 @@ class Page:
     aliases: {another name of a key: the key}.
     """
 
-    def __init__(
-        self, page: dict[str, Any], path: Path | str, aliases: dict[str, str] | None = None
-    ):
+    def __init__(self, page: dict, path: Path | str, aliases: dict[str, str] | None = None):
         self.page, self.path, self._known = dict(page), path, set(aliases or ())
         for alias, key in (aliases or {}).items():
             value = page.get(alias)
@@ -243,19 +243,16 @@ class Page:
                 f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
             )
 
-    def refuse_rest(self) -> None:
-        """Raises InputError for a key that was not read and that may affect the result."""
+    def refuse_rest(self, free: Container[str] = (), fix: str = _REMOVE) -> None:
+        """Raises InputError for a key that was not read, is not free, and may affect the result."""
         if self.page.get("use_sliding_window") is False:
             self._known.add("sliding_window")
         for key, value in self.page.items():
-            if key in self._known or _HARMLESS.fullmatch(key):
+            if key in self._known or key in free or _HARMLESS.fullmatch(key):
                 continue
             whole = isinstance(value, list) and value == ["full_attention"] * len(value)
             if not whole and value not in (None, False, "", {}):
-                raise InputError(
-                    f"{self.path}: {key}={value!r:.100} is not supported; if it does not affect the"
-                    " model's result, remove it"
-                )
+                raise InputError(f"{self.path}: {key}={value!r:.100} is not supported; {fix}")
 
 
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
@@ -299,12 +296,10 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
     given = page.get("layer_types", None)
     if not isinstance(n_layers, int) or not isinstance(first, int):
         raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
-    slides = window is not None and first < n_layers
-    kinds = {"sliding_attention"} if slides else {"full_attention"}
+    slide = 0 if window is None else max(0, n_layers - max(0, first))  # the last layers
+    kinds = {*["sliding_attention"] * (slide > 0), *["full_attention"] * (slide < n_layers)}
     if isinstance(given, list):
         kinds = set(map(str, given[:n_layers]))
-    elif slides and first > 0:
-        kinds |= {"full_attention"}
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"} or window is None:
