@@ -24,27 +24,22 @@ def _parser() -> Parser:
         help="turn text into llm.c token shards, or conversations into tokens with and without"
         " loss; run it again to continue after an interruption",
     )
+    add = command.add_argument
     _add_source(command, "chat")
-    command.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder"
-    )
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
-    )
-    command.add_argument("--shard_tokens", default=100_000_000, help="tokens per shard")
-    command.add_argument(
-        "--val_fraction", default=0.01, help="fraction of the documents to hold out for validation"
-    )
-    command.add_argument(
+    add("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder")
+    add("--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to")
+    add("--shard_tokens", default=100_000_000, help="tokens per shard")
+    add("--val_fraction", default=0.01, help="fraction of the documents to hold out for validation")
+    add(
         "--special_tokens",
         choices=["text", "tokens"],
         default="text",
         help="what the names of special tokens in a document are",
     )
-    command.add_argument(
+    add(
         "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
     )
-    command.add_argument(
+    add(
         "--loss",
         choices=["assistant", "all"],
         default="assistant",
@@ -58,10 +53,9 @@ def _parser() -> Parser:
 
     command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
     _add_source(command)
-    command.add_argument("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
-    )
+    add = command.add_argument
+    add("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
+    add("--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write")
     return parser
 
 
