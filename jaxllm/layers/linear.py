@@ -179,12 +179,9 @@ class LowBits:
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias by a kernel that unpacks words in registers."""
-        op = per_device(
-            functools.partial(quantized_linear, dtype=dtype, implementation=self.implementation),
-            in_specs=(P(BATCH), P(), P()),
-            out_specs=P(BATCH),
-        )
-        return op(x, self.row, bias)
+        options = dict(dtype=dtype, implementation=self.implementation)
+        op = functools.partial(quantized_linear, **options)
+        return per_device(op, (P(BATCH), P(), P()), P(BATCH))(x, self.row, bias)
 
 
 Weight = Dense | Transposed | LowBits
@@ -225,9 +222,8 @@ class Linear(Layer):
         self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
-        self.bias = (
-            nnx.Param(jnp.zeros(out_features, jnp.float32), axes=bias_axes) if bias else None
-        )
+        zeros = jnp.zeros(out_features, jnp.float32)
+        self.bias = nnx.Param(zeros, axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8
         adapts = lora is not None and lora.adapts(name)
