@@ -15,17 +15,7 @@ from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
-from jaxllm.sharding import (
-    BATCH,
-    PARTS,
-    SHARDS,
-    P,
-    axis_size,
-    constrain,
-    normal,
-    one_device,
-    per_device,
-)
+from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.float8.quantize import TILE
@@ -125,7 +115,7 @@ class Float8(Dense):
 
         Inside `per_device` the scales are the whole arrays'.
         """
-        rows = x.size // x.shape[-1] // axis_size(*PARTS)
+        rows = x.size // x.shape[-1] // axis_size(*BATCH, "context")  # as of TOKENS
         return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)
 
 

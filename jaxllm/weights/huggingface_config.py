@@ -312,8 +312,7 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
 
 
 def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
-    page.get("eps", None)
-    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
+    if page.get("eps", None) and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
         raise InputError(f"{page.path}: eps={page.page['eps']} is not supported; at most 1e-05")
     page.get("head_dim", None)  # transformers does not read it
     d_model = fields["d_model"]
