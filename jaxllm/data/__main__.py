@@ -24,22 +24,27 @@ def _parser() -> Parser:
         help="turn text into llm.c token shards, or conversations into tokens with and without"
         " loss; run it again to continue after an interruption",
     )
-    add = command.add_argument
     _add_source(command, "chat")
-    add("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder")
-    add("--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to")
-    add("--shard_tokens", default=100_000_000, help="tokens per shard")
-    add("--val_fraction", default=0.01, help="fraction of the documents to hold out for validation")
-    add(
+    command.add_argument(
+        "--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder"
+    )
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
+    )
+    command.add_argument("--shard_tokens", default=100_000_000, help="tokens per shard")
+    command.add_argument(
+        "--val_fraction", default=0.01, help="fraction of the documents to hold out for validation"
+    )
+    command.add_argument(
         "--special_tokens",
         choices=["text", "tokens"],
         default="text",
         help="what the names of special tokens in a document are",
     )
-    add(
+    command.add_argument(
         "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
     )
-    add(
+    command.add_argument(
         "--loss",
         choices=["assistant", "all"],
         default="assistant",
@@ -53,9 +58,10 @@ def _parser() -> Parser:
 
     command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
     _add_source(command)
-    add = command.add_argument
-    add("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
-    add("--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write")
+    command.add_argument("--vocab_size", required=True, type=int, help="entries; 256 are bytes")
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
+    )
     return parser
 
 

@@ -119,8 +119,11 @@ def cached_tokenizer(
                     return
 
     key = digest("bpe", VERSION, content, held_out, vocab_size)[:16]
-    build = lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json")
-    return build_once(cache / f"tokenizer-{key}", build) / "tokenizer.json"
+    folder = build_once(
+        cache / f"tokenizer-{key}",
+        lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json"),
+    )
+    return folder / "tokenizer.json"
 
 
 def cached_tokens(

@@ -237,12 +237,12 @@ def ids(value: Any) -> list[int]:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    more = source.glob("additional_chat_templates/*.jinja")
-    for file in (*(source / name for name in COMPANIONS), *more):
-        if file.is_file():
-            copy = target / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            write_whole(copy, file.read_bytes())
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            write_whole(target / name, (source / name).read_bytes())
+    for file in source.glob("additional_chat_templates/*.jinja"):
+        (target / file.parent.name).mkdir(exist_ok=True)
+        write_whole(target / file.parent.name / file.name, file.read_bytes())
     if config := Pages(source).config:
         write_json(target / IDS, config)
 

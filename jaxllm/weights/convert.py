@@ -26,30 +26,37 @@ from jaxllm.errors import InputError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""
     parser = Parser(prog="jaxllm convert", description=__doc__.partition("\n\n")[2])
-    add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="the folder to convert")
-    add("out", type=Path, metavar="OUT", help="the folder to create")
-    add("--step", type=int, help="step of the checkpoint of a run to convert (default: the newest)")
-    add(
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
+    parser.add_argument(
+        "--step", type=int, help="step of the checkpoint of a run to convert (default: the newest)"
+    )
+    parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         help="dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
     )
-    merges = "add the adapters of a run with model.lora to its weights (default dtype: bfloat16)"
-    add("--merge", action="store_true", help=merges)
-    add("--quantize", choices=FORMATS, help="pack the weights in this format")
-    add(
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
+    )
+    parser.add_argument("--quantize", choices=FORMATS, help="pack the weights in this format")
+    parser.add_argument(
         "--group",
         choices=["32", "64", "128", "none"],
         help="with --quantize: weights of a column that share a scale; none: all (default: 128)",
     )
-    add(
+    parser.add_argument(
         "--head",
         choices=FORMATS,
         help="with --quantize: pack the head in this format, too (default: it stays in bfloat16)",
     )
-    offsets = "with --quantize int8 to int1: an offset for each group, too"
-    add("--asymmetric", action="store_true", help=offsets)
+    parser.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="with --quantize int8 to int1: an offset for each group, too",
+    )
 
     def run() -> None:
         args = parser.parse_args(argv)

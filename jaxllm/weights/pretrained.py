@@ -103,8 +103,9 @@ class RunWeights:
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
         wanted = {_stored(name): [list(p.shape), "float32"] for name, p in params.items()}
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
+        where = f"checkpoint {self._place}"
         if different := difference(stored, wanted):
-            raise InputError(f"checkpoint {self._place}: {different}")
+            raise InputError(f"{where}: {different}")
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
