@@ -93,9 +93,7 @@ class AdapterWeights:
     def verify(self) -> None:
         """Raises InputError if the adapters belong to another base; all of it was read."""
         if self.expected is not None:
-            packed = isinstance(self.base, PackedWeights)
-            # pyrefly: ignore[missing-attribute]
-            self.expected.check(self.base.source if packed else joint_checksum(self._sums))
+            self.expected.check(getattr(self.base, "source", None) or joint_checksum(self._sums))
 
     def load(self, config: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """(graph, parameters) of a model for inference.

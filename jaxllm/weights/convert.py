@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _packing(args: argparse.Namespace):
     """The Packing that the options name; None without --quantize."""
     if args.quantize is None:
-        given = [name for name in ("group", "head", "asymmetric") if getattr(args, name)]
-        if given:
+        if given := [name for name in ("group", "head", "asymmetric") if getattr(args, name)]:
             raise InputError(f"--{given[0]} needs --quantize, one of {', '.join(FORMATS)}")
         return None
     if args.dtype is not None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -29,7 +28,6 @@ from jaxllm.weights import meta
 from jaxllm.weights.huggingface_config import KINDS, model_config
 from jaxllm.weights.places import places, tied
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
 # Tensors.  NumPy converts and transposes without Python's lock: 14336x4096 in 0.25 to 0.7 s.
@@ -269,7 +267,7 @@ def write_tensors(
     arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
     header needs only names, shapes and offsets, which are known in advance.
     """
-    kind = DTYPES[dtype]
+    kind = jnp.dtype(dtype)
     layout = {place.name: (place.shape(config), kind) for place in places(config)}
     sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, _) in layout.items()}
     files: list[list[str]] = [[]]

@@ -59,14 +59,14 @@ _LLAMA = _Kind(
     },
     implied={"qkv_bias": False, "qk_norm": False},
 )
+_WINDOWED = _LLAMA.keys | {"window": ("sliding_window", 4096)}
 _QWEN2 = _LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    keys=_LLAMA.keys
+    keys=_WINDOWED
     | {
         "n_kv_heads": ("num_key_value_heads", 32),
         "max_seq_len": ("max_position_embeddings", 32768),
-        "window": ("sliding_window", 4096),
     },
     implied={"qkv_bias": True, "qk_norm": False},
 )
@@ -102,11 +102,10 @@ KINDS = {
     "llama": _LLAMA,
     "mistral": _LLAMA._replace(
         architecture="MistralForCausalLM",
-        keys=_LLAMA.keys
+        keys=_WINDOWED
         | {
             "n_kv_heads": ("num_key_value_heads", 8),
             "max_seq_len": ("max_position_embeddings", 131072),
-            "window": ("sliding_window", 4096),
         },
     ),
     "qwen2": _QWEN2,

@@ -74,7 +74,6 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
     keys.only("causal", True)
     for key in ("max_batch_size", "vision_chunk_size", "vision_max_num_chunks"):
         keys.get(key, None)
-    stored = "output.weight" in shapes
     found = validated(
         dict(
             type="llama3",
@@ -89,7 +88,7 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
             window=window,
             rope_theta=10000.0 if theta is None else theta,
             rope_scaling=scaling,
-            tie_embeddings=keys.get("tied_embeddings", not stored),
+            tie_embeddings=keys.get("tied_embeddings", "output.weight" not in shapes),
             norm_eps=keys.get("norm_eps", 1e-5),
         ),
         path,

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -121,11 +120,11 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
     """
 
     def hold(name, variable):
-        like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
         if own := packing and packing.of(name, variable.shape):
             return _packed(own, variable.shape)
         dtype = jnp.bfloat16 if packing else config.compute_dtype
-        return like if len(like.shape) == 1 else like.update(dtype=dtype)
+        dtype = jnp.float32 if len(variable.shape) == 1 else dtype
+        return jax.ShapeDtypeStruct(variable.shape, dtype)
 
     return map_params(base, hold)
 
@@ -155,7 +154,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
         own = packing.of(name, param.shape)
         if own is None:
             wide = param.ndim == 1 or name.endswith(GATES)
-            dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
+            dtype = jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
             found[name] = {name: (param.shape, dtype)}
             continue
         try:

@@ -5,6 +5,7 @@ the parameters onto the mesh one at a time.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,12 @@ class RunWeights:
         Where these are not all float32, as the checkpoint is, the devices hold the float32 arrays
         of one block at a time.
         """
+        plain, parts = all(leaf.dtype == np.float32 for leaf in abstract.values()), {}
+        for name in abstract:
+            apart = not plain and name.startswith("blocks.")
+            parts.setdefault(".".join(name.split(".")[:2]) * apart, []).append(name)
         found = {}
-        for names in _parts(abstract):
+        for names in parts.values():
             arrays = self.read(names, abstract)
             found |= {name: x.astype(abstract[name].dtype) for name, x in arrays.items()}
         return found
@@ -247,10 +252,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     handlers = {"state": arrays, "about": ocp.JsonCheckpointHandler()}
     saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(with_digest(about))}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    manages = partial(ocp.CheckpointManager, options=options, item_handlers=handlers)
     try:
-        with ocp.CheckpointManager(
-            directory.resolve(), options=options, item_handlers=handlers
-        ) as manager:
+        with manages(directory.resolve()) as manager:
             manager.save(0, args=ocp.args.Composite(**saved))
     except InputError:
         raise
@@ -284,14 +288,3 @@ def _fixed(config: ModelConfig) -> dict[str, Any]:
 
 def _stored(name: str) -> str:
     return f"params.{name}.value"
-
-
-def _parts(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """The names in one part, or where arrays are to be cast in one for each block and the rest."""
-    if all(leaf.dtype == np.float32 for leaf in abstract.values()):
-        return [list(abstract)]
-    parts: dict[str, list[str]] = {}
-    for name in abstract:
-        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-        parts.setdefault(block, []).append(name)
-    return list(parts.values())
