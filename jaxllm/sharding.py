@@ -37,9 +37,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh of the configured axes over all devices; raises InputError if its size differs."""
     devices = jax.devices() if devices is None else devices
     mesh = abstract_mesh(config, len(devices))
-    return Mesh(
-        np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
-    )
+    grid = np.array(devices).reshape(mesh.axis_sizes)
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
@@ -266,11 +265,7 @@ def _sharded(axes: tuple) -> tuple:
 
 def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     """The NamedShardings of a state of parameters, in the same structure."""
-    return jax.tree.map(
-        lambda v: v.replace(NamedSharding(mesh, spec_of(v))),
-        state,
-        is_leaf=lambda v: isinstance(v, nnx.Variable),
-    )
+    return nnx.map_state(lambda _, v: v.replace(NamedSharding(mesh, spec_of(v))), state)
 
 
 def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -22,6 +22,8 @@ SHAPE = dict(n_heads=4, n_kv_heads=2, d_model=32, d_ff=96, d_head=16)
 class Drawn:
     """Weights drawn from a seed, in place of a folder's."""
 
+    packing = None
+
     def __init__(self, config):
         params = named_params(nnx.state(create(config, seed=3), nnx.Param))
         draw = np.random.default_rng(0).normal

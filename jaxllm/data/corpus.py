@@ -22,14 +22,17 @@ VERSION = 3  # increment it when the same files and tokenizer would give differe
 
 
 class Part(NamedTuple):
-    """Some pieces of one document, and their ids."""
+    """Some pieces of one document that are encoded as one text."""
 
     document: str
-    ids: np.ndarray
+    before: str  # the end of the document's text before them
+    text: str
     begins: bool  # whether they begin the document
+    ends: bool
     pieces: int
     done: int  # bytes of the source's files read so far
-    names: int  # of special tokens in the text
+    ids: np.ndarray = np.zeros(0, np.uint32)
+    names: int = 0  # of special tokens in the text
 
 
 def encode(
@@ -42,9 +45,17 @@ def encode(
     special: what the names of special tokens in a text are: "tokens" or "text".
     skip: pieces that are encoded already.
     """
-    joined = _joined(pieces, tokenizer, special == "tokens", skip)
-    for batch in batched(joined, lambda entry: len(entry.text)):
-        yield _encoded(batch, tokenizer, special == "tokens")
+    are_tokens, count = special == "tokens", tokenizer.count_special
+    joined = _joined(pieces, tokenizer, are_tokens, skip)
+    for batch in batched(joined, lambda part: len(part.text)):
+        texts, parts = [(part.before, part.text) for part in batch], []
+        found = tokenizer.encode_parts(texts, special=are_tokens)
+        for part, ids in zip(batch, found, strict=True):
+            around = tokenizer.begin * part.begins, tokenizer.finish * part.ends
+            begin, finish = (np.asarray(ids, np.uint32) for ids in around)
+            names = count(part.before + part.text) - count(part.before)
+            parts.append(part._replace(ids=np.concatenate([begin, ids, finish]), names=names))
+        yield parts
 
 
 def batched[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
@@ -60,50 +71,29 @@ def batched[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[l
         yield batch
 
 
-class _Joined(NamedTuple):
-    """Pieces of one document to encode as one text."""
-
-    before: str  # the end of the document's text before them
-    pieces: list[Piece]
-    ends: bool  # whether they end the document
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-
 def _joined(
     pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, skip: int
-) -> Iterator[_Joined]:
+) -> Iterator[Part]:
+    """Yields parts without ids."""
+
+    def part(ends: bool) -> Part:
+        (document, _, begins, _), text = joined[0], "".join(piece.text for piece in joined)
+        return Part(document, before, text, begins, ends, len(joined), joined[-1].done)
+
     before = left = ""
     for piece in islice(pieces, skip):
         before = left = (left * (not piece.begins) + piece.text)[-AROUND:]
     joined = []
     for piece in pieces:
         if joined and (piece.begins or tokenizer.can_cut(left, piece.text, special=special)):
-            yield _Joined(before, joined, piece.begins)
+            yield part(piece.begins)
             before, joined = left, []
         if piece.begins:
             before = left = ""
         joined.append(piece)
         left = (left + piece.text)[-AROUND:]
     if joined:
-        yield _Joined(before, joined, True)
-
-
-def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[Part]:
-    texts = [(x.before, x.text) for x in batch]
-    parts = []
-    for x, (before, text), ids in zip(
-        batch, texts, tokenizer.encode_parts(texts, special=special), strict=True
-    ):
-        first, last = x.pieces[0], x.pieces[-1]
-        around = (tokenizer.begin if first.begins else [], tokenizer.finish if x.ends else [])
-        begin, finish = (np.asarray(ids, np.uint32) for ids in around)
-        ids = np.concatenate([begin, ids, finish])
-        names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
-        parts.append(Part(first.document, ids, first.begins, len(x.pieces), last.done, names))
-    return parts
+        yield part(True)
 
 
 def cached_tokenizer(
@@ -118,10 +108,8 @@ def cached_tokenizer(
         characters = 0
         names = (piece.document for piece in source.pieces())
         all_held_out = all(hold_out_rank(name) < held_out for name in names)  # stops at the first
-        with progress_bar(
-            f"training a tokenizer of {vocab_size} entries (once)",
-            min(source.size, _TOKENIZER_TEXT),
-        ) as done:
+        size = min(source.size, _TOKENIZER_TEXT)
+        with progress_bar(f"training a tokenizer of {vocab_size} entries (once)", size) as done:
             for piece in source.pieces():
                 if all_held_out or hold_out_rank(piece.document) >= held_out:
                     characters += len(piece.text)

@@ -160,8 +160,8 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
         size = _vocabulary(tokenizer, vocab_size)
     else:
         size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
-    each = [path for _, path in files + val_files]
-    content = {path: check_shard(path, cache, size, written.get(path)) for path in each}
+    scan = lambda path: check_shard(path, cache, size, written.get(path))
+    content = {path: scan(path) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]

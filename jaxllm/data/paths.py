@@ -25,11 +25,8 @@ _SUFFIXES = {
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
-_SPLITS = {"training": "train", "train": "train"} | {
-    name: split
-    for split, names in (("val", "val valid validation dev"), ("test", "test testing"))
-    for name in names.split()
-}
+_SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
+_SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
@@ -53,10 +50,8 @@ class Found(NamedTuple):
     def describe(self) -> str:
         """For people: the number of files, and how many are compressed."""
         kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
-        text = f"{len(self.files):,} files"
-        if kinds:
-            text += f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
-        return text
+        of_them = f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
+        return f"{len(self.files):,} files" + of_them * bool(kinds)
 
 
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:

@@ -34,14 +34,12 @@ class _Split:
     def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
         self._shards, tokens = state
-        for path in folder.glob(f"{name}_*.bin"):  # some may be newer than the state
-            index = int(path.stem.removeprefix(f"{name}_"))
+        # Some may be newer than the state.
+        for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.partial")):
+            index = int(path.stem.rpartition("_")[2])
             if index == self._shards and tokens:
                 path.rename(self._partial(index))
-            elif index >= self._shards:
-                path.unlink()
-        for path in folder.glob(f".{name}_*.partial"):
-            if path != self._partial(self._shards) or not tokens:
+            elif index >= self._shards or path.suffix == ".partial":
                 path.unlink()
         self._writer = ShardWriter(self._partial(self._shards), vocab_size, keep=tokens)
 

@@ -135,31 +135,27 @@ class Source:
                     return
 
     def _rows(self, name: str, path: Path) -> Iterator[Piece]:
-        for record in self._records([self.text_column], name, path):
-            if text := self._text_of(record):
-                yield Piece(record.document, text, True, record.done)
-
-    def _text_of(self, record: Record) -> str | None:
-        column, value = self.text_column, record.values
-        text = value.get(column, 0)
-        if isinstance(text, bytes):  # of parquet
-            try:
-                text = text.decode()
-            except UnicodeDecodeError as error:
-                raise InputError(f"{record.where} is not UTF-8 text: {error}") from error
-        if text is None:
-            return None
-        if not isinstance(text, str):
-            has = f"it has a value of type {type(text).__name__}"
-            if column not in value:
-                names = [name for name in value if isinstance(value[name], str)]
-                has = f"its columns of text: {', '.join(names) or 'none'}"
-            raise InputError(
-                f"{record.where} has no text under {column!r} ({has}); name the column of the text"
-                " with text_column"
-            )
-        # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
-        return text.encode("utf-8", "replace").decode("utf-8")
+        column = self.text_column
+        for document, where, values, done in self._records([column], name, path):
+            text = values.get(column, 0)
+            if isinstance(text, bytes):  # of parquet
+                try:
+                    text = text.decode()
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{where} is not UTF-8 text: {error}") from error
+            if text is not None and not isinstance(text, str):
+                has = f"it has a value of type {type(text).__name__}"
+                if column not in values:
+                    names = [name for name in values if isinstance(values[name], str)]
+                    has = f"its columns of text: {', '.join(names) or 'none'}"
+                raise InputError(
+                    f"{where} has no text under {column!r} ({has}); name the column of the text"
+                    " with text_column"
+                )
+            if text:
+                # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
+                text = text.encode("utf-8", "replace").decode("utf-8")
+                yield Piece(document, text, True, done)
 
 
 def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:

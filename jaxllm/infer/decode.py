@@ -24,7 +24,7 @@ from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.places import map_params
-from jaxllm.weights.pretrained import RunWeights, Weights, load_params, open_weights, text_folder
+from jaxllm.weights.pretrained import RunWeights, Weights, load_params, open_weights
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 Openable = RunWeights | PackedWeights | AdapterWeights
@@ -51,15 +51,13 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
 
 def open_tokenizer(weights: Weights) -> Tokenizer:
     """Opens the tokenizer in the weights' folder; raises InputError."""
-    folder = text_folder(weights)
-    if not present(folder):
+    if not present(weights.text):
         raise InputError(
-            f"{folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
+            f"{weights.text / 'tokenizer.json'} is missing: the run's data had none; copy the"
             " tokenizer.json that encoded the data there"
         )
-    run = getattr(weights, "run", None)  # weights of others have none
-    end_token = None if run is None else run.data.end_token
-    tokenizer = Tokenizer(folder, end_token=end_token, entries=weights.config.vocab_size)
+    end_token = None if weights.run is None else weights.run.data.end_token
+    tokenizer = Tokenizer(weights.text, end_token=end_token, entries=weights.config.vocab_size)
     if said := tokenizer.describe_sampling():
         print(said, file=sys.stderr)
     return tokenizer
@@ -75,12 +73,11 @@ def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef,
     config = weights.config.model_copy(update={"kernels": kernels})
     if isinstance(weights, AdapterWeights):
         return weights.load(config, mesh)
-    packing = weights.packing if isinstance(weights, PackedWeights) else None
-    model = nnx.eval_shape(lambda: create_packed(config, packing))
+    model = nnx.eval_shape(lambda: create_packed(config, weights.packing))
     graph, params = nnx.split(model, nnx.Param)
 
     def held(_, p):
-        dtype = config.compute_dtype if packing is None and _is_matrix(p) else p.dtype
+        dtype = config.compute_dtype if weights.packing is None and _is_matrix(p) else p.dtype
         sharding = jax.NamedSharding(mesh, spec_of(p))
         return jax.ShapeDtypeStruct(p.shape, dtype, sharding=sharding)
 

@@ -142,8 +142,7 @@ class Attention(Layer):
 
     def _norm_weights(self):
         """The weights (D,) of q_norm and k_norm, which every device needs; () without them."""
-        norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
-        return tuple(norm.weight[...] for norm in norms if norm is not None)
+        return tuple(norm.weight[...] for norm in (self.q_norm, self.k_norm) if norm is not None)
 
     def _normed(self, x, weight) -> jnp.ndarray:
         """The RMS norm of each head of x."""

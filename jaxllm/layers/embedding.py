@@ -5,8 +5,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import array_and_total
-from jaxllm.sharding import BATCH, SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
+from jaxllm.layers.linear import TOKENS, array_and_total
+from jaxllm.sharding import SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
 from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -89,17 +89,10 @@ class Embedding(Layer):
     def _look_up(self, tokens, wte, wpe, dtype):
         # The devices that shard the table do not gather it: each looks up the tokens of all in its
         # columns, and then they exchange the results.
-        def op(tokens, wte, wpe):
-            y = encoder(
-                all_tokens(tokens), wte, wpe, dtype=dtype, implementation=self.implementation
-            )
-            return own_tokens(y)
-
+        options = dict(dtype=dtype, implementation=self.implementation)
+        op = lambda tokens, *tables: own_tokens(encoder(all_tokens(tokens), *tables, **options))
         table = P(None, SHARDS)
-        op = per_device(
-            op, in_specs=(P(BATCH, "context"), table, table), out_specs=P(BATCH, "context", None)
-        )
-        return op(tokens, wte, wpe)
+        return per_device(op, (TOKENS, table, table), TOKENS)(tokens, wte, wpe)
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """The logits x wte^T of a tied head, in `dtype` or, if None, in x's."""

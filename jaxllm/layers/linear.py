@@ -15,17 +15,7 @@ from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
-from jaxllm.sharding import (
-    BATCH,
-    PARTS,
-    SHARDS,
-    P,
-    axis_size,
-    constrain,
-    normal,
-    one_device,
-    per_device,
-)
+from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.float8.quantize import TILE
@@ -125,7 +115,7 @@ class Float8(Dense):
 
         Inside `per_device` the scales are the whole arrays'.
         """
-        rows = x.size // x.shape[-1] // axis_size(*PARTS)
+        rows = x.size // x.shape[-1] // axis_size(*BATCH, "context")  # as of TOKENS
         return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)
 
 
@@ -179,12 +169,9 @@ class LowBits:
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias by a kernel that unpacks words in registers."""
-        op = per_device(
-            functools.partial(quantized_linear, dtype=dtype, implementation=self.implementation),
-            in_specs=(P(BATCH), P(), P()),
-            out_specs=P(BATCH),
-        )
-        return op(x, self.row, bias)
+        options = dict(dtype=dtype, implementation=self.implementation)
+        op = functools.partial(quantized_linear, **options)
+        return per_device(op, (P(BATCH), P(), P()), P(BATCH))(x, self.row, bias)
 
 
 Weight = Dense | Transposed | LowBits
@@ -225,9 +212,8 @@ class Linear(Layer):
         self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
-        self.bias = (
-            nnx.Param(jnp.zeros(out_features, jnp.float32), axes=bias_axes) if bias else None
-        )
+        zeros = jnp.zeros(out_features, jnp.float32)
+        self.bias = nnx.Param(zeros, axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8
         adapts = lora is not None and lora.adapts(name)

@@ -103,11 +103,8 @@ class MLP(_FeedForward):
             if self.up.fp8:
                 # As in `_in_parts` of feed_forward.py: XLA would fuse what cuBLASLt refuses.
                 hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
-        op = per_device(
-            partial(gelu, implementation=self.implementation),
-            in_specs=(HIDDEN, P("tensor"))[: len(hidden)],
-            out_specs=HIDDEN,
-        )
+        op = partial(gelu, implementation=self.implementation)
+        op = per_device(op, (HIDDEN, P("tensor"))[: len(hidden)], HIDDEN)
         return self.down(op(*hidden), add_bias=add_bias)
 
 
@@ -124,9 +121,5 @@ class GatedMLP(_FeedForward):
             return self._whole(x, norm)
         # model.remat saves these by name.
         hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in self._wide()]
-        op = per_device(
-            partial(swiglu, implementation=self.implementation),
-            in_specs=(HIDDEN, HIDDEN),
-            out_specs=HIDDEN,
-        )
-        return self.down(op(*hidden))
+        op = partial(swiglu, implementation=self.implementation)
+        return self.down(per_device(op, (HIDDEN, HIDDEN), HIDDEN)(*hidden))

@@ -117,8 +117,7 @@ class HeadLayerNorm(Layer):
     def __call__(
         self, x: Float[Array, "B T H D"], gate: Float[Array, "B T H D"]
     ) -> Float[Array, "B T H D"]:
-        op = lambda x, gate, weight: layer_norm(
-            x, weight, gate=gate, eps=self.eps, implementation=self.implementation
-        )
+        options = dict(eps=self.eps, implementation=self.implementation)
+        op = lambda x, gate, weight: layer_norm(x, weight, gate=gate, **options)
         op = per_device(op, in_specs=(HEADS, HEADS, P("tensor", None)), out_specs=HEADS)
         return op(x, gate, self.weight[...].reshape(self.shape))

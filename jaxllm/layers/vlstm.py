@@ -56,9 +56,8 @@ class VLSTMLayer(Layer):
         self.i = linear(d_model, n_heads, std=0.0, bias=True)
         self.i.bias = nnx.Param(jnp.full(n_heads, -10.0, jnp.float32), axes=("tensor",))
         self.f = linear(d_model, n_heads, std=0.0, bias=True)
-        self.f.bias = nnx.Param(
-            jnp.linspace(3.0, 6.0, n_heads, dtype=jnp.float32), axes=("tensor",)
-        )
+        spread = jnp.linspace(3.0, 6.0, n_heads, dtype=jnp.float32)
+        self.f.bias = nnx.Param(spread, axes=("tensor",))
         self.o = linear(d_model, d_model, std=0.0)
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
@@ -83,7 +82,10 @@ class VLSTMLayer(Layer):
         joins = axis_size("context") == 1
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
-        gates = self._joint_gates(x_gates)
+        # Side by side: each of two matmuls would read all of x for a few columns.  In float32: near
+        # 6, bf16 has a resolution of 0.03, and the error adds up over T.
+        gates = fused_linear(x_gates, self.i, self.f, dtype=jnp.float32)
+        gates = soft_cap(gates, self.gate_soft_cap)
         layers = (self.q, self.k, self.v, self.o)[: 4 if joins else 3]
         joint = fused_linear(x_joint, *layers, norm=norm)
         weight = self.norm.weight[...].reshape(self.n_heads, -1) if joins else None
@@ -97,11 +99,9 @@ class VLSTMLayer(Layer):
         self, x: Float[Array, "B T C"], cache: Cache
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """(y, updated cache) of the prompts, in the first call, or of one further token per row."""
-        layers = self.q, self.k, self.v, self.o
-        q, k, v, o = (w(x).reshape(*x.shape[:2], self.n_heads, -1) for w in layers)
-        i, f = self._gates(x)
-        h, cache = self._mix_with_state(q, k, v, i, f, cache)
-        return self.out(self.norm(h, o).reshape(x.shape)), cache
+        projected = [layer(x) for layer in (self.q, self.k, self.v, self.o)]
+        h, cache = self._mix_with_state(x, projected, cache)
+        return self.out(h), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -112,24 +112,9 @@ class VLSTMLayer(Layer):
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns
-        *qkv, o = linear_of_row(y, self.q, self.k, self.v, self.o)
-        q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)
-        i, f = self._gates(y)
-        h, cache = self._mix_with_state(q, k, v, i, f, cache)
-        h = self.norm(h, o.reshape(h.shape)).reshape(o.shape)
+        projected = linear_of_row(y, self.q, self.k, self.v, self.o)
+        h, cache = self._mix_with_state(y, projected, cache)
         return linear_of_row(h, self.out, residual=x)[0], cache
-
-    def _gates(self, x):
-        """The pre-activations i and f, (B, T, NH) float32.
-
-        Near 6, bf16 has a resolution of 0.03, and the error adds up over T.
-        """
-        return [soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f)]
-
-    def _joint_gates(self, x):
-        """The same side by side: each of two matmuls would read all of x for a few columns."""
-        gates = fused_linear(x, self.i, self.f, dtype=jnp.float32)
-        return soft_cap(gates, self.gate_soft_cap)
 
     def _mix(self, q, k, v, i, f, **options) -> Any:
         options |= dict(chunk_size=self.chunk_size, implementation=self.implementation)
@@ -144,8 +129,13 @@ class VLSTMLayer(Layer):
         options = dict(norm_weight=weight, norm_eps=self.norm.eps, segment_ids=segment_ids)
         return split_sequence(self._mix(Packed(x, parts), None, None, i, f, **options))
 
-    def _mix_with_state(self, q, k, v, i, f, cache):
-        """The first call computes the state; each later call advances it by one position."""
+    def _mix_with_state(self, x, projected, cache):
+        """(the input of `out`, updated cache), of x and its q, k, v and o (B, T, P).
+
+        The first call computes the state; each later call advances it by one position.
+        """
+        q, k, v, o = (a.reshape(*x.shape[:2], self.n_heads, -1) for a in projected)
+        i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Padding must not change the state: its input gate is closed, its forget gate open.
@@ -153,18 +143,17 @@ class VLSTMLayer(Layer):
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             op = per_device(partial(self._mix, return_state=True), sequences, (HEADS, STATE))
             h, state = op(q, k, v, i, f)
-            return h, replace(cache, arrays=state)
+        else:
+            op = per_device(self._step, (*sequences, STATE), (HEADS, STATE))
+            h, state = op(q, k, v, i, f, cache.arrays)
+        return self.norm(h, o).reshape(x.shape), replace(cache, arrays=state)
 
-        def step(q, k, v, i, f, state):
-            q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
-            # Also where training asks for kernels: this one has other limits.
-            implementation = "xla" if self.implementation == "xla" else None
-            h, state = vlstm_step(q, k, v, i, f, state, implementation=implementation)
-            return h[:, None], state
-
-        op = per_device(step, (*sequences, STATE), (HEADS, STATE))
-        h, state = op(q, k, v, i, f, cache.arrays)
-        return h, replace(cache, arrays=state)
+    def _step(self, q, k, v, i, f, state):
+        q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
+        # Also where training asks for kernels: this one has other limits.
+        implementation = "xla" if self.implementation == "xla" else None
+        h, state = vlstm_step(q, k, v, i, f, state, implementation=implementation)
+        return h[:, None], state
 
 
 def soft_cap(z: Float[Array, "..."], cap: float) -> Float[Array, "..."]:

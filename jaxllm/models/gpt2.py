@@ -4,10 +4,8 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 from functools import partial
+from typing import Any
 
-from flax import nnx
-
-from jaxllm.config import GPT2Config
 from jaxllm.layers import MLP, Attention, LayerNorm
 from jaxllm.models.language_model import LanguageModel
 
@@ -15,22 +13,10 @@ from jaxllm.models.language_model import LanguageModel
 class GPT2(LanguageModel):
     """GPT-2 of any size: ids (B, T) -> logits (B, T, vocab_size)."""
 
-    def __init__(self, config: GPT2Config, *, fp8: str = "none", rngs: nnx.Rngs):
-        attention = partial(
-            Attention,
-            config.d_model,
-            config.n_heads,
-            bias=True,
-            window=config.window,
-            softcap=config.softcap,
-        )
-        super().__init__(
-            config,
-            norm=LayerNorm,
-            attention=attention,
-            mlp=MLP,
-            max_seq_len=config.max_seq_len,
-            tied=True,
-            fp8=fp8,
-            rngs=rngs,
-        )
+    norms, mlps = LayerNorm, MLP
+    learns_positions = tied = True
+
+    def mixer(self) -> dict[str, Any]:
+        config = self.config
+        options = dict(bias=True, window=config.window, softcap=config.softcap)
+        return {"attention": partial(Attention, config.d_model, config.n_heads, **options)}

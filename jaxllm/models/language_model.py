@@ -73,8 +73,12 @@ class Block(Layer):
     def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
         """(stream, cache) after the block, None for a cache that is None."""
         mixer = getattr(self, self.mixer)
-        if cache is not None and self._takes_row(mixer, stream, cache):
-            x, cache = mixer.of_row(stream.residual, self.norm_1, cache)
+        x = stream.residual
+        further = cache is not None and cache.arrays is not None and stream.branch is None
+        # The next token of one row, where an op takes 2 us or more however little it does: kernels
+        # of the layers take norms and sums, too.
+        if further and mixer.takes_row(x) and self.mlp.takes_row(x):
+            x, cache = mixer.of_row(x, self.norm_1, cache)
             return Stream(None, None, self.mlp.of_row(x, self.norm_2)), cache
         where = (positions,) if self.mixer == "attention" else ()
         # Then the next norms add the biases of GPT-2's matrices.
@@ -92,77 +96,61 @@ class Block(Layer):
         y = self.mlp(y, norm=self.norm_2, **options)
         return Stream(y, down_bias, residual), cache
 
-    def _takes_row(self, mixer, stream: Stream, cache: Cache) -> bool:
-        """Whether the layers' kernels can take norms and sums of one row's next token.
-
-        Each op takes 2 us or more, however little it does, and for one row that is most of the
-        time.
-        """
-        if cache.arrays is None or stream.branch is not None:
-            return False
-        return mixer.takes_row(stream.residual) and self.mlp.takes_row(stream.residual)
-
 
 class LanguageModel(Layer):
-    """A causal language model; a subclass passes what its blocks are made of.
+    """A causal language model; a subclass says what its blocks are made of.
 
-    norm: class of all norms; mlp: of the feed-forward layers.
-    mixer: attention=, or vlstm=: what makes the other half of a block.
+    norms: class of all norms; mlps: of the feed-forward layers.
     block: class of the blocks, for one that is wired in another way than Block.
-    max_seq_len: number of learned positions; None: no learned positions.
-    tied: use the token embedding as the head.
-    logit_soft_cap: caps the logits as cap tanh(z / cap); None: no cap.
-    fp8: which matmuls of `loss` take fp8 operands, a value of `train.fp8`.
+    learns_positions: whether it has config.max_seq_len learned positions.
+    tied: whether the head is the token embedding, whatever config.tie_embeddings says.
     """
 
+    norms: type[Norm]
+    mlps: Callable[..., Layer]
+    block: type[Block] = Block
+    learns_positions = tied = False
     config: Any  # the ModelConfig of the subclass
     head: Linear | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        norm: type[Norm],
-        mlp: Callable[..., Layer],
-        block: type[Block] = Block,
-        max_seq_len: int | None = None,
-        tied: bool = False,
-        logit_soft_cap: float | None = None,
-        fp8: str = "none",
-        rngs: nnx.Rngs,
-        **mixer: Callable[..., Layer],
-    ):
-        self.config, self.logit_soft_cap = config, logit_soft_cap
-        self.fp8_head = fp8 == "all"
+    def mixer(self) -> dict[str, Any]:
+        """{attention or vlstm: what makes the other half of a block}."""
+        raise NotImplementedError
+
+    def __init__(self, config: ModelConfig, *, fp8: str = "none", rngs: nnx.Rngs):
+        """fp8: which matmuls of `loss` take fp8 operands, a value of `train.fp8`."""
+        self.config, self.fp8_head = config, fp8 == "all"
+        # Caps the logits as cap tanh(z / cap); None: no cap.
+        self.logit_soft_cap = getattr(config, "logit_soft_cap", None)
         self.embedding = Embedding(
             config.vocab_size,
             config.d_model,
             padded_vocab_size=config.padded_vocab_size,
-            max_seq_len=max_seq_len,
+            max_seq_len=config.max_seq_len if self.learns_positions else None,
             std=STD,
             dtype=config.residual_dtype,
             implementation=config.implementation,
             rngs=rngs,
         )
         make_norm = partial(
-            norm,
+            self.norms,
             config.d_model,
             eps=config.norm_eps,
             dtype=config.compute_dtype,
             implementation=config.implementation,
         )
-        make = partial(block, config, make_norm, mlp, mixer, fp8=fp8 != "none", rngs=rngs)
+        parts = make_norm, self.mlps, self.mixer()
+        make = partial(self.block, config, *parts, fp8=fp8 != "none", rngs=rngs)
         self.blocks = nnx.List([make() for _ in range(config.n_layers)])
         self.norm = make_norm()
-        if tied:
+        if self.tied or getattr(config, "tie_embeddings", False):
             self.head = None
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
-            self.head = Linear(
-                config.d_model, config.padded_vocab_size, std=STD, copied=False, rngs=rngs
-            )
+            columns = config.padded_vocab_size
+            self.head = Linear(config.d_model, columns, std=STD, copied=False, rngs=rngs)
             weight = self.head.weight  # whose columns past the vocabulary are zero
-            real = jnp.arange(config.padded_vocab_size) < config.vocab_size
+            real = jnp.arange(columns) < config.vocab_size
             weight[...] = jnp.where(real, weight[...], 0)
 
     def hidden(

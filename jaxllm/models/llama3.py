@@ -6,10 +6,8 @@ Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2.
 """
 
 from functools import partial
+from typing import Any
 
-from flax import nnx
-
-from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
 from jaxllm.models.language_model import LanguageModel
 from pallas_kernels import RopeScaling
@@ -18,7 +16,10 @@ from pallas_kernels import RopeScaling
 class Llama3(LanguageModel):
     """Llama of any size and its relatives: ids (B, T) -> logits (B, T, vocab_size)."""
 
-    def __init__(self, config: Llama3Config, *, fp8: str = "none", rngs: nnx.Rngs):
+    norms, mlps = RMSNorm, GatedMLP
+
+    def mixer(self) -> dict[str, Any]:
+        config = self.config
         attention = partial(
             Attention,
             config.d_model,
@@ -32,12 +33,4 @@ class Llama3(LanguageModel):
             window=config.window,
             softcap=config.softcap,
         )
-        super().__init__(
-            config,
-            norm=RMSNorm,
-            attention=attention,
-            mlp=GatedMLP,
-            tied=config.tie_embeddings,
-            fp8=fp8,
-            rngs=rngs,
-        )
+        return {"attention": attention}

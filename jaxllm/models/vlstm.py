@@ -4,10 +4,8 @@ Beck et al. 2025, "xLSTM 7B: A Recurrent LLM for Fast and Efficient Inference", 
 """
 
 from functools import partial
+from typing import Any
 
-from flax import nnx
-
-from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
 from jaxllm.models.language_model import LanguageModel
 
@@ -15,7 +13,10 @@ from jaxllm.models.language_model import LanguageModel
 class VLSTM(LanguageModel):
     """xLSTM 7B and smaller ones, for any T: ids (B, T) -> logits (B, T, vocab_size)."""
 
-    def __init__(self, config: VLSTMConfig, *, fp8: str = "none", rngs: nnx.Rngs):
+    norms, mlps = RMSNorm, GatedMLP
+
+    def mixer(self) -> dict[str, Any]:
+        config = self.config
         vlstm = partial(
             VLSTMLayer,
             config.d_model,
@@ -24,15 +25,7 @@ class VLSTM(LanguageModel):
             eps=config.norm_eps,
             chunk_size=config.chunk_size,
         )
-        super().__init__(
-            config,
-            norm=RMSNorm,
-            vlstm=vlstm,
-            mlp=GatedMLP,
-            logit_soft_cap=config.logit_soft_cap,
-            fp8=fp8,
-            rngs=rngs,
-        )
+        return {"vlstm": vlstm}
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations per token of the chunkwise form.

@@ -136,11 +136,9 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         )
     else:
         try:
-            content = path.read_bytes()
+            library = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except OSError as error:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
-        try:
-            library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
     if post := library.post_processor:

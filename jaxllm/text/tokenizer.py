@@ -1,11 +1,10 @@
 """What a folder says about its model's text; data, training, inference and conversion ask it."""
 
-import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,8 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
+        names = sorted(filter(None, self.special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.chat_templates = pages.template
         byte = re.compile("<0x[0-9A-F]{2}>")
         self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
@@ -162,60 +163,48 @@ class Tokenizer:
 
         special: whether the names of special tokens in it are these tokens, not plain text.
         """
-        self._library.encode_special_tokens = not special
-        return self._checked(self._ids(text))
+        return self._checked(self._ids(text, special))
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
-        self._library.encode_special_tokens = False
         return self._checked(self._encoded(text, around=True).ids)
-
-    @contextlib.contextmanager
-    def _in_a_line(self) -> Iterator[None]:
-        """The library raises a bare Exception where a Unigram lacks a character and unk_id."""
-        try:
-            yield
-        except Exception as error:
-            if type(error) is not Exception:
-                raise
-            raise InputError(f"{self.path}: {error}") from error
 
     def encode_parts(
         self, parts: Sequence[tuple[str, str]], *, special: bool = False
     ) -> list[np.ndarray]:
         """The ids of each (text before, text), where it follows the text before; uses all cores."""
-        self._library.encode_special_tokens = not special
         texts = [before[-_CONTEXT:] + text for before, text in parts]
-        with self._in_a_line():
-            found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        skip = [len(self._ids(before[-_CONTEXT:])) if before else 0 for before, _ in parts]
+        found = self._encoded(texts, self._library.encode_batch_fast, special=special)
+        skip = [len(self._ids(before[-_CONTEXT:], special)) if before else 0 for before, _ in parts]
         return [np.asarray(x.ids[n:], np.uint32) for x, n in zip(found, skip, strict=True)]
 
     def can_cut(self, left: str, right: str, *, special: bool = False) -> bool:
         """Whether `encode_parts` gives the ids of left + right, tested on the text at the cut."""
-        self._library.encode_special_tokens = not special
         left, right = left[-AROUND:], right[:AROUND]
-        context = left[-_CONTEXT:]
-        before, after = self._ids(context), self._ids(context + right)
-        whole = self._ids(left) + after[len(before) :]
-        return after[: len(before)] == before and self._ids(left + right) == whole
+        context, ids = left[-_CONTEXT:], functools.partial(self._ids, special=special)
+        before, after = ids(context), ids(context + right)
+        whole = ids(left) + after[len(before) :]
+        return after[: len(before)] == before and ids(left + right) == whole
 
-    def _ids(self, text: str) -> list[int]:
-        return self._encoded(text, around=False).ids
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return self._encoded(text, special=special).ids
 
-    def _encoded(self, text: str, *, around: bool):
-        """around: with the ids that the post-processor adds."""
-        with self._in_a_line():
-            return self._library.encode(text, add_special_tokens=around)
+    def _encoded(self, text, encode: Any = None, *, special=True, around=False) -> Any:
+        """What the library's `encode`, or another of its methods, makes of a text or of several.
+
+        special: whether names of special tokens are these; around: with the post-processor's ids.
+        """
+        self._library.encode_special_tokens = not special
+        try:
+            return (encode or self._library.encode)(text, add_special_tokens=around)
+        except Exception as error:
+            if type(error) is not Exception:  # as where a Unigram lacks a character and unk_id
+                raise
+            raise InputError(f"{self.path}: {error}") from error
 
     def count_special(self, text: str) -> int:
         """How many names of special tokens a text has."""
         return len(self._names.findall(text))
-
-    @functools.cached_property
-    def _names(self) -> re.Pattern:
-        names = sorted(filter(None, self.special), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
         """The text of ids; special: with the names of special tokens."""
@@ -263,11 +252,8 @@ class Tokenizer:
         self, rendered: Sequence[tuple[str, list[tuple[int, int]]]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each (text, spans): the ids, and whether each token overlaps a span; on all cores."""
-        self._library.encode_special_tokens = False
-        texts = [text for text, _ in rendered]
-        with self._in_a_line():
-            found = self._library.encode_batch(texts, add_special_tokens=False)
-        pairs = []
+        texts, pairs = [text for text, _ in rendered], []
+        found = self._encoded(texts, self._library.encode_batch)
         for encoding, (_, spans) in zip(found, rendered, strict=True):
             begins, ends = np.array(encoding.offsets, int).reshape(-1, 2).T
             mask = np.zeros(len(begins), bool)
@@ -332,12 +318,11 @@ class Tokenizer:
             files.copy_companions(self.folder, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
-        """Writes the files for transformers; returns the token ids for its config.json.
+        """Completes a copy for transformers; returns the token ids for its config.json.
 
         What the folder said stays as it was.  An end that it did not name, such as data.end_token,
         is added where transformers looks for ends.
         """
-        self.copy_to(folder)
         found, page = files.take_ids(folder), self._pages.generation
         generates = files.ids(page.get("eos_token_id"))
         named = generates or files.ids(found.get("eos_token_id"))

@@ -27,7 +27,6 @@ from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.verify import Canary
 from jaxllm.weights.adapters import AdapterWeights, Base, load_base
-from jaxllm.weights.packed import PackedWeights
 from jaxllm.weights.pretrained import RunWeights, check_weights, load_params, open_weights
 from pallas_kernels import dispatch
 
@@ -86,8 +85,7 @@ def make_trainer(config: Config, mesh: Mesh, weights) -> Trainer:
 
     weights: the result of `open_initial_weights`.
     """
-    base = base_of(weights)
-    packing = base.packing if isinstance(base, PackedWeights) else None
+    packing = weights and base_of(weights).packing
     estimate.check_fits(config, mesh, packing)
     return Trainer(config, mesh, packing)
 

@@ -127,7 +127,6 @@ class Run:
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.profiling import StepClock, StepTrace
-        from jaxllm.weights.pretrained import text_folder
 
         self.config, self.out_dir, train = config, out_dir, config.train
         self.chat = config.data.source == "chat"
@@ -147,7 +146,7 @@ class Run:
             launch.emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
-        origin = (weights and text_folder(weights)) if newest is None else out_dir
+        origin = (weights and weights.text) if newest is None else out_dir
         self.dataset = open_dataset(
             launch.with_models_tokenizer(config.data, origin),
             seq_len=train.seq_len,

@@ -10,6 +10,7 @@ folder of peft (https://github.com/huggingface/peft) has the same in two files:
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from safetensors.numpy import save
 
 from jaxllm.config import Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
@@ -25,15 +27,8 @@ from jaxllm.files import read_json
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.weights.checksums import array_checksums, joint_checksum
-from jaxllm.weights.huggingface import (
-    HuggingFaceWeights,
-    check_finite,
-    converts_there,
-    open_safetensors,
-    read_ahead,
-    write_safetensors,
-)
-from jaxllm.weights.huggingface_config import validated
+from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, open_safetensors
+from jaxllm.weights.huggingface_config import Page, validated
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import map_params, named_params, places
 from pallas_kernels.quantized.formats import dequantize
@@ -44,8 +39,8 @@ if TYPE_CHECKING:
 PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 # What a page of peft may say besides what is off: it is read below, or changes no result.
 _FREE = set(
-    """auto_mapping base_model_name_or_path exclude_modules inference_mode init_lora_weights
-    layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_version
+    """auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_alpha lora_dropout megatron_core peft_version
     qalora_group_size r revision target_modules task_type use_rslora""".split()
 )
 
@@ -66,30 +61,22 @@ class Base(NamedTuple):
             )
 
 
+@dataclass
 class AdapterWeights:
-    """Adapters with their base.
+    """Adapters with their base."""
 
-    config: of the model with the adapters; run: the run's configuration, None for a peft folder.
-    expected: the base that the adapters were trained on, None where a peft folder does not say.
-    text: the folder with the tokenizer.
-    """
+    folder: Path
+    config: ModelConfig  # of the model with the adapters
+    base: "HuggingFaceWeights | RunWeights | PackedWeights"
+    arrays: dict[str, np.ndarray]
+    expected: Base | None  # that they were trained on; None where a peft folder does not say
+    run: Config | None = None  # None for a peft folder
+    step: int = 0
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        base: "HuggingFaceWeights | RunWeights | PackedWeights",
-        arrays: dict[str, np.ndarray],
-        *,
-        expected: Base | None,
-        run: Config | None = None,
-        step: int = 0,
-    ):
-        self.folder, self.config, self.base, self.arrays = folder, config, base, arrays
-        self.expected, self.run, self.step = expected, run, step
-        own = (folder / "tokenizer.json").exists()
-        self.text = folder if own else base.folder
-        self.packing = packing_of(base, config)
+    def __post_init__(self):
+        own = (self.folder / "tokenizer.json").exists()
+        self.text = self.folder if own else self.base.folder  # the folder with the tokenizer
+        self.packing = self.base.packing or base_packing(self.config)
         self._sums: dict[str, str] = {}
 
     @property
@@ -101,15 +88,12 @@ class AdapterWeights:
         """The merged parameter of a dotted path in float32, as it was trained."""
         x = self.base.param(name)
         self._sums |= array_checksums({name: x})
-        x = x if isinstance(self.base, PackedWeights) else self._seen(name, x)
         return np.asarray(self._merged(name, x))
 
     def verify(self) -> None:
         """Raises InputError if the adapters belong to another base; all of it was read."""
         if self.expected is not None:
-            packed = isinstance(self.base, PackedWeights)
-            # pyrefly: ignore[missing-attribute]
-            self.expected.check(self.base.source if packed else joint_checksum(self._sums))
+            self.expected.check(getattr(self.base, "source", None) or joint_checksum(self._sums))
 
     def load(self, config: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """(graph, parameters) of a model for inference.
@@ -120,7 +104,7 @@ class AdapterWeights:
         plain = config.model_copy(update={"lora": None, "quantize": None})
         model = nnx.eval_shape(lambda: create(evaluated(config) if self.packing else plain))
         graph, adapters, rest = nnx.split(model, nnx.LoRAParam, nnx.Param)
-        merge = None if self.packing else lambda name, x: self._merged(name, self._seen(name, x))
+        merge = None if self.packing else self._merged
         base, checksum = load_base(self.base, config, rest, mesh, merge)
         if self.expected is not None:
             self.expected.check(checksum)
@@ -131,26 +115,20 @@ class AdapterWeights:
         whole = jax.NamedSharding(mesh, jax.P())
         return map_params(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
 
-    def _seen(self, name: str, x: np.ndarray) -> np.ndarray:
-        """A float32 parameter, packed or rounded as a run held it; peft rounds none."""
-        if x.ndim == 1 or (self.run is None and self.packing is None):
-            return x
-        if own := self.packing and self.packing.of(name, x.shape):
-            return np.asarray(dequantize(own.pack(jnp.asarray(x))))
-        dtype = jnp.bfloat16 if self.packing else self.config.compute_dtype
-        return x.astype(dtype).astype(np.float32)
-
     def _merged(self, name: str, x: np.ndarray) -> Any:
+        """A parameter of the base with its adapter; x: in float32, as the base's folder has it."""
+        rounded = self.run is not None or self.packing is not None  # peft rounds none
+        if rounded and x.ndim > 1 and not isinstance(self.base, PackedWeights):  # as it was held
+            if own := self.packing and self.packing.of(name, x.shape):
+                x = np.asarray(dequantize(own.pack(jnp.asarray(x))))
+            else:
+                dtype = jnp.bfloat16 if self.packing else self.config.compute_dtype
+                x = x.astype(dtype).astype(np.float32)
         a, b = (self.arrays.get(name.replace(".weight", f".adapter.{part}")) for part in "ab")
         if a is None or b is None:
             return x
         # pyrefly: ignore[missing-attribute]
         return x + self.config.lora.scale * jnp.matmul(a, b, precision="highest")
-
-
-def packing_of(base, config: ModelConfig):
-    """How the base of a model is packed, or will be; None: not at all."""
-    return base.packing if isinstance(base, PackedWeights) else base_packing(config)
 
 
 def load_base(
@@ -160,12 +138,12 @@ def load_base(
 
     params: shapes of the base's parameters.  merge: changes the float32 array of a name.
     """
-    packing = packing_of(base, config)
+    packing = base.packing or base_packing(config)
     shapes = frozen(params, config, packing)
     at, variables = named_params(frozen_shardings(shapes, mesh)), named_params(shapes)
     if isinstance(base, PackedWeights):
         place = lambda name: jax.tree.leaves(at[name].get_value())[0]
-        found = map_params(shapes, lambda name, _: base.load_one(name, place(name)))
+        found = map_params(shapes, lambda name, _: base.load(name, place(name)))
         return found, base.source
     arrays, sums = {}, {}
     for name, x in zip(variables, params_in_turn(base, variables), strict=True):
@@ -184,7 +162,7 @@ def load_base(
 def params_in_turn(weights, names: Iterable[str]) -> Iterator:
     """The float32 parameters of dotted paths, one at a time."""
     if isinstance(weights, HuggingFaceWeights):
-        return read_ahead(lambda name: weights.param(name, converts_there(name)), names)
+        return weights.params(names)
     return map(weights.param, names)
 
 
@@ -192,11 +170,8 @@ def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:
     """The adapters of a checkpoint; raises InputError if they or their base are damaged."""
     expected = Base(**run.about["base"])
     base = _open_base(run.folder, expected.path, expected.step, open_weights)
-    shapes = _shapes(run.config)
-    arrays = run.read(tuple(shapes))
-    return AdapterWeights(
-        run.folder, run.config, base, arrays, expected=expected, run=run.run, step=run.step
-    )
+    arrays = run.read(_shapes(run.config))
+    return AdapterWeights(run.folder, run.config, base, arrays, expected, run.run, run.step)
 
 
 def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable):
@@ -243,19 +218,15 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     Raises InputError for what is not supported, and for adapters of another model.
     """
     page = read_json(folder / PAGE)
-    where = f"{folder / PAGE}: "
-    for key, value in page.items():
-        known = {"peft_type": "LORA", "bias": "none"}.get(key)
-        if known is not None and value != known:
-            raise InputError(f"{where}{key}={value!r} is not supported; only {known!r} is")
-        plain = key in _FREE or known is not None or value in (None, False, "", [], {})
-        if not plain or (key == "init_lora_weights" and value not in (True, False, "gaussian")):
-            raise InputError(
-                f"{where}{key}={value!r:.100} is not supported; merge with peft's merge_and_unload"
-            )
+    keys = Page(page, folder / PAGE)
+    keys.only("peft_type", "LORA")
+    keys.only("bias", "none")
+    random = page.get("init_lora_weights") in (None, True, False, "gaussian")
+    free = _FREE | set(["init_lora_weights"] * random)
+    keys.refuse_rest(free, "merge with peft's merge_and_unload")
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str) or not path:
-        raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
+        raise InputError(f"{keys.path}: base_model_name_or_path={path!r} is not a folder's name")
     file = open_safetensors(folder / ARRAYS)
     stored, about = set(file.keys()), file.metadata() or {}
     checksum, step = about.get("base_checksum"), about.get("base_step")
@@ -300,24 +271,23 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         arrays[ours] = np.array(x, np.float32, order="C")
         check_finite(arrays[ours], theirs)
     expected = Base(path, int(step) if step else None, checksum) if checksum else None
-    return AdapterWeights(folder, config, base, arrays, expected=expected)
+    return AdapterWeights(folder, config, base, arrays, expected)
 
 
 def write_peft(weights: AdapterWeights, folder: Path) -> None:
     """Writes the adapters as peft stores them, in float32."""
     # pyrefly: ignore[missing-attribute]
     lora, base = weights.config.lora, weights.base
-    found = [
-        (theirs, np.ascontiguousarray(weights.arrays[ours].T))
+    found = {
+        theirs: np.ascontiguousarray(weights.arrays[ours].T)
         for theirs, ours, target in _places(weights.config)
         if lora.adapts(target)
-    ]
-    about = {}
+    }
+    about = {"format": "pt"}
     if (known := weights.expected) is not None:
-        about = {"base_checksum": known.checksum}
+        about |= {"base_checksum": known.checksum}
         about |= {} if known.step is None else {"base_step": str(known.step)}
-    layout = {name: (x.shape, x.dtype) for name, x in found}
-    write_safetensors(folder / ARRAYS, layout, found, about)
+    (folder / ARRAYS).write_bytes(save(found, about))
     page = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", inference_mode=True)
     page |= dict(
         base_model_name_or_path=str(base.folder.absolute()),

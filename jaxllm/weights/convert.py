@@ -11,13 +11,14 @@ positions and else the head stay in bfloat16; norms, biases and the two gates of
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxllm.config import FORMATS, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 
@@ -61,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def _packing(args: argparse.Namespace):
     """The Packing that the options name; None without --quantize."""
     if args.quantize is None:
-        given = [name for name in ("group", "head", "asymmetric") if getattr(args, name)]
-        if given:
+        if given := [name for name in ("group", "head", "asymmetric") if getattr(args, name)]:
             raise InputError(f"--{given[0]} needs --quantize, one of {', '.join(FORMATS)}")
         return None
     if args.dtype is not None:
@@ -93,7 +93,6 @@ def convert(
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
     from jaxllm.weights.adapters import AdapterWeights
-    from jaxllm.weights.packed import PackedWeights
     from jaxllm.weights.pretrained import open_weights
 
     source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
@@ -102,9 +101,9 @@ def convert(
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
     weights = open_weights(source, step)
-    adapts, of_run = isinstance(weights, AdapterWeights), getattr(weights, "run", None) is not None
+    adapts, of_run = isinstance(weights, AdapterWeights), weights.run is not None
     alone = adapts and not merge  # the adapters without their base
-    if isinstance(weights, PackedWeights):
+    if weights.packing is not None and not adapts:
         raise InputError(
             f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
             " they were made from"
@@ -121,14 +120,12 @@ def convert(
         if given is not None and not fits:
             raise InputError(f"--{name} is for a run's directory; {source} is not one")
     with _new_folder(out) as folder:
-        if packing is not None:
-            result = _to_packed(weights, folder, out, packing)
-        elif alone:
-            result = _to_peft(weights, folder)
-        elif adapts or of_run:
+        if packing is None and (merge or (of_run and not adapts)):
             result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
         else:
-            result = _from_huggingface(weights, folder, out)
+            result = _to_ours(weights, folder, out, packing, merge)
+        if isinstance(weights, AdapterWeights) and merge:
+            weights.verify()
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
 
 
@@ -150,110 +147,71 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _from_huggingface(weights, folder: Path, out: Path) -> str:
+def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
+    """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
+    from jaxllm.weights.adapters import write_peft
+    from jaxllm.weights.packed import write_packed
     from jaxllm.weights.pretrained import write_checkpoint
 
+    tokenizer = str(out / "tokenizer.json") if _copy_text(weights, folder) else None
+    run, model = weights.run, weights.config
+    if run is None:  # the folder of others
+        init_from = str(out if packing is None else weights.folder)
+        run = Config(
+            model=model.model_copy(update={"init_from": init_from}),
+            data=DataConfig(tokenizer=tokenizer),
+            train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
+            optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
+        )
+    if merge:
+        run = run.model_copy(update={"model": weights.plain})
+    (folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+    if packing is not None:
+        about = {"step": weights.step, "packed_from": str(weights.folder)}
+        size = write_packed(folder, run.model, packing, weights.param, about)
+        use = _command("generate", "--checkpoint", out)
+        return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
+    if weights.run is not None:
+        write_peft(weights, folder)
+        return f"the adapters of step {weights.step} as a folder of peft"
     check_writable(out, checkpoints=True)
-    tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
-    config = _config_to_train(weights.config, init_from=out, tokenizer=tokenizer)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    about: dict = dict(config=config.model_dump(), data_fingerprint=None, samples=0)
+    about = dict(config=run.model_dump(), data_fingerprint=None, samples=0)
     about["converted_from"] = str(weights.folder)
     write_checkpoint(folder / "checkpoints", weights, about)
     train = _command("train", "--config", out / "config.yaml")
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 
-def _config_to_train(model: ModelConfig, init_from: Path, tokenizer: Path | None):
-    """The configuration of a run that trains on from the weights of a Hugging Face folder.
-
-    tokenizer: the path that the folder's tokenizer.json will have.
-    """
-    return Config(
-        model=model.model_copy(update={"init_from": str(init_from)}),
-        data=DataConfig(tokenizer=str(tokenizer) if tokenizer else None),
-        train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
-        optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
-    )
-
-
-def _to_packed(weights, folder: Path, out: Path, packing) -> str:
-    from jaxllm.weights.adapters import AdapterWeights
-    from jaxllm.weights.packed import write_packed
-
-    copied = _copy_text(weights, folder)
-    adapts = isinstance(weights, AdapterWeights)
-    model = weights.plain if adapts else weights.config
-    if (run := getattr(weights, "run", None)) is None:
-        tokenizer = out / "tokenizer.json" if copied else None
-        run = _config_to_train(model, weights.folder, tokenizer)
-    config = run.model_copy(update={"model": model}) if adapts else run
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    about = {"step": getattr(weights, "step", 0), "packed_from": str(weights.folder)}
-    size = write_packed(folder, model, packing, weights.param, about)
-    if adapts:
-        weights.verify()
-    use = _command("generate", "--checkpoint", out)
-    return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
-
-
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
-    import json
-
-    from jaxllm.text.files import copy_companions, take_ids
-    from jaxllm.weights.adapters import AdapterWeights
+    from jaxllm.text.files import take_ids
     from jaxllm.weights.huggingface import write_tensors
     from jaxllm.weights.huggingface_config import config_json
     from jaxllm.weights.places import places
-    from jaxllm.weights.pretrained import text_folder
 
     config = weights.config
     page = config_json(config, dtype)
-    if tokenizer := _tokenizer(weights):
-        page |= tokenizer.export_to(folder)
-    else:
-        copy_companions(text_folder(weights), folder)
-        page |= take_ids(folder)
+    tokenizer = _copy_text(weights, folder)
+    page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
         for place in places(config)
     )
     write_tensors(folder, config, dtype, tensors)
-    if isinstance(weights, AdapterWeights):
-        weights.verify()
     return f"the checkpoint of step {weights.step} as a Hugging Face folder"
 
 
-def _to_peft(weights, folder: Path) -> str:
-    from jaxllm.weights.adapters import write_peft
+def _copy_text(weights, target: Path):
+    """Copies what a folder says about its text.
 
-    _copy_text(weights, folder)
-    (folder / "config.yaml").write_text(weights.run.to_yaml(), encoding="utf-8")
-    write_peft(weights, folder)
-    return f"the adapters of step {weights.step} as a folder of peft"
-
-
-def _copy_text(weights, target: Path) -> bool:
-    """Copies what a folder says about its text; returns whether it has a tokenizer that is read."""
-    from jaxllm.text.files import copy_companions
-    from jaxllm.weights.pretrained import text_folder
-
-    if tokenizer := _tokenizer(weights):
-        tokenizer.copy_to(target)
-    else:
-        copy_companions(text_folder(weights), target)
-    return tokenizer is not None
-
-
-def _tokenizer(weights):
-    """The tokenizer of a run or a folder; None, said on the screen, without one that is read."""
+    Returns the tokenizer; None, said on the screen, without one that is read.
+    """
     from jaxllm.text import Tokenizer, present
-    from jaxllm.weights.pretrained import text_folder
+    from jaxllm.text.files import copy_companions
 
-    run = getattr(weights, "run", None)
+    run = weights.run
     given = run and run.data.tokenizer
-    path = folder = text_folder(weights)
+    path = folder = weights.text
     if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
         path = Path(given)
     try:
@@ -264,6 +222,8 @@ def _tokenizer(weights):
         if (folder / "tokenizer.json").exists():
             raise
         print(f"no tokenizer is written: {error}")
+        copy_companions(folder, target)
         return None
     tokenizer.check(weights.config.vocab_size)
+    tokenizer.copy_to(target)
     return tokenizer

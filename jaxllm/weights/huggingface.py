@@ -18,18 +18,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.weights import meta
 from jaxllm.weights.huggingface_config import KINDS, model_config
 from jaxllm.weights.places import places, tied
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
 # Tensors.  NumPy converts and transposes without Python's lock: 14336x4096 in 0.25 to 0.7 s.
@@ -47,12 +45,17 @@ _BUFFERS = re.compile(
 class HuggingFaceWeights:
     """The weights in a folder, checked against its configuration on opening.
 
-    config: the configuration of our model.
+    config: the configuration of our model.  run, step: no run wrote them.
+    text: the folder with the tokenizer.  packing: nothing is packed.
     Also reads a folder with Meta's params.json and tensor names (meta.py) in safetensors.
     """
 
+    run: Config | None = None
+    packing = None
+    step = 0
+
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.text = folder
         page, params = folder / "config.json", folder / "params.json"
         theirs = any((folder / name).is_file() for name in (SINGLE, INDEX))
         self._interleaved = params.is_file() and not (page.is_file() and theirs)
@@ -91,6 +94,15 @@ class HuggingFaceWeights:
         x = x.astype(jnp.float32) if on_device else np.array(x, np.float32, order="C")
         check_finite(x, f"{self.folder}: {place.name}")
         return x
+
+    def params(self, names: Iterable[str]) -> Iterator:
+        """`param` of each name, in order; a GPU, in the only process, converts those of blocks.
+
+        The embedding and the head of an 8B would take more memory there than its packed blocks.
+        """
+        alone = jax.process_count() == 1 and jax.default_backend() == "gpu"
+        read = lambda name: self.param(name, on_device=alone and name.startswith("blocks."))
+        return read_ahead(read, names)
 
     def _slice(self, name: str):
         file, stored = self._stored[name]
@@ -139,7 +151,8 @@ class HuggingFaceWeights:
             if shapes.get(n, wanted[n]) != wanted[n]
         ]
         wrong = (("lacks", missing), ("has no place for", extra), ("holds", odd))
-        if found := [f"{verb} {_several(names)}" for verb, names in wrong if names]:
+        several = lambda x: ", ".join(x[:3]) + f" and {len(x) - 3} more" * (len(x) > 3)
+        if found := [f"{verb} {several(names)}" for verb, names in wrong if names]:
             headless = any(name.startswith(HEAD) for name in missing)
             fix = "; tie_word_embeddings=true uses the embedding as the head" * headless
             raise InputError(
@@ -173,22 +186,8 @@ def read_ahead(read: Callable[[Any], Any], keys: Iterable) -> Iterator:
             yield waiting.popleft().result()
 
 
-def _several(names: list[str]) -> str:
-    """The first three names, and the number of others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def converts_there(name: str) -> bool:
-    """Whether a parameter is converted on the device: of blocks, on a GPU, in the only process.
-
-    The embedding and the head of an 8B would take more memory there than its packed blocks.
-    """
-    alone = jax.process_count() == 1 and jax.default_backend() == "gpu"
-    return alone and name.startswith("blocks.")
 
 
 def check_finite(x, name: str) -> None:
@@ -268,7 +267,7 @@ def write_tensors(
     arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
     header needs only names, shapes and offsets, which are known in advance.
     """
-    kind = DTYPES[dtype]
+    kind = jnp.dtype(dtype)
     layout = {place.name: (place.shape(config), kind) for place in places(config)}
     sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, _) in layout.items()}
     files: list[list[str]] = [[]]
@@ -279,16 +278,16 @@ def write_tensors(
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     if len(files) == 1:
         names = [SINGLE]
-    remaining = iter(arrays)
 
-    def converted(count: int) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in itertools.islice(remaining, count):
+    def converted() -> Iterator[tuple[str, np.ndarray]]:
+        for name, x in arrays:
             check_finite(x, name)
             yield name, np.ascontiguousarray(x, kind)
 
+    remaining = converted()
     for file_name, tensors in zip(names, files, strict=True):
         part = {name: layout[name] for name in tensors}
-        write_safetensors(folder / file_name, part, converted(len(tensors)))
+        write_safetensors(folder / file_name, part, itertools.islice(remaining, len(part)))
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}
         page = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -299,13 +298,12 @@ def write_safetensors(
     path: Path,
     layout: dict[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[tuple[str, np.ndarray]],
-    about: dict[str, str] | None = None,
 ) -> None:
     """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order.
 
-    about: further metadata.
+    The library's own writer takes all arrays at once.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in layout.items():
         end = at + dtype.itemsize * math.prod(shape)

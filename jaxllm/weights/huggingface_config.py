@@ -5,6 +5,7 @@ value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not 
 """
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxllm.errors import InputError
 from jaxllm.text.files import APPLIED, OTHERS
 from jaxllm.weights.places import tied
 
+_REMOVE = "if it does not affect the model's result, remove it"
 NEEDED = object()  # the "default" of a required key
 
 
@@ -57,14 +59,14 @@ _LLAMA = _Kind(
     },
     implied={"qkv_bias": False, "qk_norm": False},
 )
+_WINDOWED = _LLAMA.keys | {"window": ("sliding_window", 4096)}
 _QWEN2 = _LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    keys=_LLAMA.keys
+    keys=_WINDOWED
     | {
         "n_kv_heads": ("num_key_value_heads", 32),
         "max_seq_len": ("max_position_embeddings", 32768),
-        "window": ("sliding_window", 4096),
     },
     implied={"qkv_bias": True, "qk_norm": False},
 )
@@ -100,11 +102,10 @@ KINDS = {
     "llama": _LLAMA,
     "mistral": _LLAMA._replace(
         architecture="MistralForCausalLM",
-        keys=_LLAMA.keys
+        keys=_WINDOWED
         | {
             "n_kv_heads": ("num_key_value_heads", 8),
             "max_seq_len": ("max_position_embeddings", 131072),
-            "window": ("sliding_window", 4096),
         },
     ),
     "qwen2": _QWEN2,
@@ -207,9 +208,7 @@ class Page:
     aliases: {another name of a key: the key}.
     """
 
-    def __init__(
-        self, page: dict[str, Any], path: Path | str, aliases: dict[str, str] | None = None
-    ):
+    def __init__(self, page: dict, path: Path | str, aliases: dict[str, str] | None = None):
         self.page, self.path, self._known = dict(page), path, set(aliases or ())
         for alias, key in (aliases or {}).items():
             value = page.get(alias)
@@ -243,19 +242,16 @@ class Page:
                 f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
             )
 
-    def refuse_rest(self) -> None:
-        """Raises InputError for a key that was not read and that may affect the result."""
+    def refuse_rest(self, free: Container[str] = (), fix: str = _REMOVE) -> None:
+        """Raises InputError for a key that was not read, is not free, and may affect the result."""
         if self.page.get("use_sliding_window") is False:
             self._known.add("sliding_window")
         for key, value in self.page.items():
-            if key in self._known or _HARMLESS.fullmatch(key):
+            if key in self._known or key in free or _HARMLESS.fullmatch(key):
                 continue
             whole = isinstance(value, list) and value == ["full_attention"] * len(value)
             if not whole and value not in (None, False, "", {}):
-                raise InputError(
-                    f"{self.path}: {key}={value!r:.100} is not supported; if it does not affect the"
-                    " model's result, remove it"
-                )
+                raise InputError(f"{self.path}: {key}={value!r:.100} is not supported; {fix}")
 
 
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
@@ -299,12 +295,10 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
     given = page.get("layer_types", None)
     if not isinstance(n_layers, int) or not isinstance(first, int):
         raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
-    slides = window is not None and first < n_layers
-    kinds = {"sliding_attention"} if slides else {"full_attention"}
+    slide = 0 if window is None else max(0, n_layers - max(0, first))  # the last layers
+    kinds = {*["sliding_attention"] * (slide > 0), *["full_attention"] * (slide < n_layers)}
     if isinstance(given, list):
         kinds = set(map(str, given[:n_layers]))
-    elif slides and first > 0:
-        kinds |= {"full_attention"}
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"} or window is None:
@@ -317,8 +311,7 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
 
 
 def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
-    page.get("eps", None)
-    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
+    if page.get("eps", None) and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
         raise InputError(f"{page.path}: eps={page.page['eps']} is not supported; at most 1e-05")
     page.get("head_dim", None)  # transformers does not read it
     d_model = fields["d_model"]

@@ -47,19 +47,33 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
         raise InputError(
             f"{path}: vocab_size={page['vocab_size']!r}, but {_EMBEDDING} has {vocab_size} rows"
         )
-    _check_width(keys, d_ff)
+    multiple, width = keys.get("multiple_of", None), keys.get("hidden_dim", d_ff)
+    factor = keys.get("ffn_dim_multiplier", None)
+    if multiple is not None:
+        width = int(2 * 4 * keys.number("dim") / 3)
+        width = int(width * (1 if factor is None else keys.number("ffn_dim_multiplier")))
+        width = round_up(width, int(keys.number("multiple_of")))
+    if width != d_ff:
+        raise InputError(f"{path}: its feed-forward width is {width}, but {_GATE} has {d_ff} rows")
     mistral = "hidden_dim" in page
     window = keys.get("sliding_window", None)
     theta = keys.get("rope_theta", None)
     if theta is None and mistral and window is None:
         raise InputError(f"{path} lacks rope_theta, whose default depends on the version")
-    scaling = _scaling(keys)
+    scaling, factor = None, keys.get("rope_scaling_factor", None)
+    high = keys.get("rope_high_freq_factor", None)
+    if keys.get("use_scaled_rope", False):
+        if factor is None:
+            raise InputError(
+                f"{path} has use_scaled_rope but no factor; add rope_scaling_factor to it"
+                " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
+            )
+        scaling = dict(factor=factor) | ({} if high is None else dict(high_freq_factor=high))
     longest = 131072 if scaling else 32768 if mistral else 8192
     keys.only("model_type", "transformer")
     keys.only("causal", True)
     for key in ("max_batch_size", "vision_chunk_size", "vision_max_num_chunks"):
         keys.get(key, None)
-    stored = "output.weight" in shapes
     found = validated(
         dict(
             type="llama3",
@@ -74,7 +88,7 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
             window=window,
             rope_theta=10000.0 if theta is None else theta,
             rope_scaling=scaling,
-            tie_embeddings=keys.get("tied_embeddings", not stored),
+            tie_embeddings=keys.get("tied_embeddings", "output.weight" not in shapes),
             norm_eps=keys.get("norm_eps", 1e-5),
         ),
         path,
@@ -82,30 +96,3 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
     )
     keys.refuse_rest()
     return found
-
-
-def _check_width(keys: Page, d_ff: int) -> None:
-    """Raises InputError if the keys give another feed-forward width than the tensors."""
-    wanted = keys.get("hidden_dim", d_ff)
-    factor, multiple = keys.get("ffn_dim_multiplier", None), keys.get("multiple_of", None)
-    if multiple is not None:
-        width = int(2 * 4 * keys.number("dim") / 3)
-        width = int(width * (1 if factor is None else keys.number("ffn_dim_multiplier")))
-        wanted = round_up(width, int(keys.number("multiple_of")))
-    if wanted != d_ff:
-        raise InputError(
-            f"{keys.path}: its feed-forward width is {wanted}, but {_GATE} has {d_ff} rows"
-        )
-
-
-def _scaling(keys: Page) -> dict[str, float] | None:
-    factor = keys.get("rope_scaling_factor", None)
-    high = keys.get("rope_high_freq_factor", None)
-    if not keys.get("use_scaled_rope", False):
-        return None
-    if factor is None:
-        raise InputError(
-            f"{keys.path} has use_scaled_rope but no factor; add rope_scaling_factor to it"
-            " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
-        )
-    return dict(factor=factor) | ({} if high is None else dict(high_freq_factor=high))

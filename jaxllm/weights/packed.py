@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -37,7 +36,7 @@ from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
 from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
 from jaxllm.weights.huggingface import TAGS, check_finite, open_safetensors, write_safetensors
-from jaxllm.weights.places import map_params, named_params, tied
+from jaxllm.weights.places import difference, map_params, named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
 
@@ -121,11 +120,11 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
     """
 
     def hold(name, variable):
-        like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
         if own := packing and packing.of(name, variable.shape):
             return _packed(own, variable.shape)
         dtype = jnp.bfloat16 if packing else config.compute_dtype
-        return like if len(like.shape) == 1 else like.update(dtype=dtype)
+        dtype = jnp.float32 if len(variable.shape) == 1 else dtype
+        return jax.ShapeDtypeStruct(variable.shape, dtype)
 
     return map_params(base, hold)
 
@@ -155,7 +154,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
         own = packing.of(name, param.shape)
         if own is None:
             wide = param.ndim == 1 or name.endswith(GATES)
-            dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
+            dtype = jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
             found[name] = {name: (param.shape, dtype)}
             continue
         try:
@@ -196,8 +195,7 @@ def write_packed(
     about: further keys of packed.json, with `step`.
     """
     parts = layout(config, packing)
-    checksums: dict[str, str] = {}
-    sums: dict[str, str] = {}  # of the parameters before they are packed or rounded
+    checksums, sums = {}, {}  # sums: of the parameters before they are packed or rounded
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
@@ -229,7 +227,7 @@ class PackedWeights:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.text = folder
         self.run = configs.load(str(folder / "config.yaml"))
         self.config: ModelConfig = self.run.model
         page = read_json(folder / PAGE)
@@ -251,25 +249,29 @@ class PackedWeights:
             self._file = open_safetensors(folder / ARRAYS)
         except InputError as e:
             raise self._damaged(str(e)) from e
-        self._check(set(self._file.keys()))
-
-    def load(
-        self, abstract: dict[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array | QuantizedWeight]:
-        """{our dotted path: parameter} of all names in `abstract`, with its shardings.
-
-        Packed weights are replicated: XLA does not partition the kernel that reads them.  The
-        others have the dtype in which they are stored.
-        """
-        return {name: self.load_one(name, leaf.sharding) for name, leaf in abstract.items()}
+        at = {name: self._file.get_slice(name) for name in self._file.keys()}
+        stored = {name: f"{x.get_dtype()} {tuple(x.get_shape())}" for name, x in at.items()}
+        wanted = {
+            name: f"{TAGS[dtype.name]} {tuple(shape)}"
+            for part in self._layout.values()
+            for name, (shape, dtype) in part.items()
+        }
+        if different := difference(stored, wanted):
+            raise self._damaged(f"in {ARRAYS} {different}")
+        whole = dict.fromkeys(name for name, part in self._layout.items() if name in part)
+        if different := sorted(whole.keys() ^ self._checksums.keys()):
+            raise self._damaged(f"{PAGE} has other parameters than config.yaml: {different[0]}")
 
     def param(self, name: str) -> np.ndarray:
         """The parameter of a dotted path in float32; a packed one is dequantized."""
-        x = self.load_one(name, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        x = self.load(name, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
         return np.asarray(dequantize(x) if isinstance(x, QuantizedWeight) else x, np.float32)
 
-    def load_one(self, name: str, sharding) -> jax.Array | QuantizedWeight:
-        """One parameter of `load`."""
+    def load(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+        """The parameter of a dotted path, packed or in the dtype in which it is stored.
+
+        Packed weights are replicated: XLA does not partition the kernel that reads them.
+        """
         part = self._layout[name]
         arrays = {at.removeprefix(f"{name}."): self._file.get_tensor(at) for at in part}
         if name in part:
@@ -286,23 +288,6 @@ class PackedWeights:
         if isinstance(sharding, jax.NamedSharding):
             sharding = jax.NamedSharding(sharding.mesh, jax.P())
         return jax.device_put(weight, sharding)
-
-    def _check(self, names: set[str]) -> None:
-        """Raises InputError unless the file has exactly the arrays of the configured model."""
-        expected = {at: kind for part in self._layout.values() for at, kind in part.items()}
-        if different := sorted(names ^ expected.keys()):
-            has = "lacks" if different[0] in expected else "has"
-            raise self._damaged(f"{ARRAYS} {has} {different[0]!r}, unlike config.yaml")
-        for name, (shape, dtype) in expected.items():
-            stored = self._file.get_slice(name)
-            found = (stored.get_dtype(), tuple(stored.get_shape()))
-            if found != (TAGS[dtype.name], tuple(shape)):
-                raise self._damaged(
-                    f"{name} is {found[0]} {found[1]}; config.yaml requires {dtype} {shape}"
-                )
-        missing = {name for name, part in self._layout.items() if name in part}
-        if different := sorted(missing ^ self._checksums.keys()):
-            raise self._damaged(f"{PAGE} has other parameters than config.yaml: {different[0]}")
 
     def _damaged(self, why: str) -> InputError:
         return InputError(

@@ -7,7 +7,6 @@ shape.  A `Place` converts one tensor.
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -18,7 +17,7 @@ class Place(NamedTuple):
     """A Hugging Face tensor and the parameters of ours that it holds.
 
     name: its Hugging Face name.
-    dims: its shape, in the letters of `sizes`.
+    dims: its shape, in the letters of `shape`.
     ours: our dotted paths; several parameters are concatenated along the tensor's last axis.
     form: how ours differ: "transposed" (PyTorch's linear layers are (out, in), ours (in, out)),
         "rows" (our vocabulary axis is padded with zeros), "columns" (padded and transposed).
@@ -31,8 +30,15 @@ class Place(NamedTuple):
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         """The shape of the Hugging Face tensor."""
-        known = sizes(config)
-        return tuple(known[letter] for letter in self.dims.split())
+        C, H = config.d_model, config.n_heads
+        sizes = {"V": config.vocab_size, "C": C, "3C": 3 * C, "F": config.ff_width, "H": H}
+        sizes["T"] = config.max_seq_len
+        if config.type == "llama3":
+            D = config.head_dim
+            sizes |= dict(D=D, Q=H * D, K=config.n_kv_heads * D)
+        elif config.type == "vlstm":
+            sizes["Q"] = H * config.qk_dim
+        return tuple(sizes[letter] for letter in self.dims.split())
 
     def to_ours(self, config: ModelConfig, x) -> dict[str, Any]:
         """{our dotted path: view or copy} of a Hugging Face tensor, in NumPy or JAX."""
@@ -52,19 +58,6 @@ class Place(NamedTuple):
         if self.form in ("rows", "columns"):
             x = x[: config.vocab_size]
         return x
-
-
-def sizes(config: ModelConfig) -> dict[str, int]:
-    """The sizes that the letters of the tables stand for."""
-    C, H = config.d_model, config.n_heads
-    found = {"V": config.vocab_size, "C": C, "3C": 3 * C, "F": config.ff_width, "H": H}
-    found["T"] = config.max_seq_len
-    if config.type == "llama3":
-        D = config.head_dim
-        found |= dict(D=D, Q=H * D, K=config.n_kv_heads * D)
-    elif config.type == "vlstm":
-        found["Q"] = H * config.qk_dim
-    return found
 
 
 def places(config: ModelConfig) -> list[Place]:
@@ -95,13 +88,18 @@ def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): p for path, p in nnx.to_flat_state(state)}
 
 
+def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first name that differs between what a folder holds and what its model has, or ""."""
+    for name in [*wanted, *sorted(found.keys() - wanted.keys())]:
+        has, needs = found.get(name, "not in it"), wanted.get(name, "no such name")
+        if has != needs:
+            return f"{name} is {has}; config.yaml requires {needs}"
+    return ""
+
+
 def map_params(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> nnx.State:
     """The state with value(dotted path, variable) in every variable."""
-    return jax.tree.map_with_path(
-        lambda path, v: v.replace(value(jax.tree_util.keystr(path, simple=True, separator="."), v)),
-        state,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
+    return nnx.map_state(lambda path, v: v.replace(value(".".join(map(str, path)), v)), state)
 
 
 def _table(blocks: str, table: str) -> tuple[list[Place], list[Place]]:

@@ -4,6 +4,8 @@
 the parameters onto the mesh one at a time.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ from jaxllm.weights.adapters import AdapterWeights, params_in_turn
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.packed import PAGE, PackedWeights
-from jaxllm.weights.places import map_params, named_params
+from jaxllm.weights.places import difference, map_params, named_params
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
-_FREE = set(
-    """compute_dtype residual_dtype kernels remat init_from chunk_size lora quantize""".split()
-)
+_FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
+_FREE |= {"lora", "quantize"}
 
 
 class RunWeights:
@@ -37,16 +38,17 @@ class RunWeights:
     Only reads the directory, so the run can continue meanwhile.
     """
 
+    packing = None
+
     def __init__(self, directory: Path, step: int | None = None):
         quiet_orbax()
         self.run = configs.load(str(directory / "config.yaml"))
         self.config: ModelConfig = self.run.model
-        self.folder = directory
+        self.folder = self.text = directory
         checkpoints = (directory / "checkpoints").resolve()
+        options = ocp.CheckpointManagerOptions(read_only=True)
         try:
-            self._manager = ocp.CheckpointManager(
-                checkpoints, options=ocp.CheckpointManagerOptions(read_only=True)
-            )
+            self._manager = ocp.CheckpointManager(checkpoints, options=options)
         except Exception as e:  # it reads the metrics of every checkpoint
             raise InputError(
                 f"a checkpoint in {checkpoints} is damaged ({in_short(e)}); delete its folder"
@@ -60,15 +62,23 @@ class RunWeights:
         self._place = directory / "checkpoints" / str(self.step)
         self._check()
 
-    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """{our dotted path: array} of some parameters."""
-        items = {_stored(name): np.empty(0, np.float32) for name in names}
-        found = self._arrays(items, dict.fromkeys(items, ocp.RestoreArgs(restore_type=np.ndarray)))
+    def read(self, names: Iterable[str], like: dict[str, Any] | None = None) -> dict[str, Any]:
+        """{our dotted path: float32 array} of some parameters, whose checksums are right.
+
+        like: {our dotted path: an array's shape and sharding}; None: for NumPy's arrays.
+        """
+        unread = np.empty(0, np.float32)
+        items = {_stored(n): like[n].update(dtype=np.float32) if like else unread for n in names}
+        restore_args = ocp.checkpoint_utils.construct_restore_args(items)
+        args = ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)
+        found = self._restore(args)
+        if name := first_mismatch({name: found[name] for name in items}, self._checksums):
+            raise self._damaged(f"the checksum of {name} differs")
         return {name: found[_stored(name)] for name in names}
 
     def param(self, name: str) -> np.ndarray:
         """The parameter of a dotted path, in float32."""
-        return self.read((name,))[name]
+        return self.read([name])[name]
 
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """{our dotted path: array} of all names in `abstract`, with its shardings and dtypes.
@@ -76,12 +86,14 @@ class RunWeights:
         Where these are not all float32, as the checkpoint is, the devices hold the float32 arrays
         of one block at a time.
         """
+        plain, parts = all(leaf.dtype == np.float32 for leaf in abstract.values()), {}
+        for name in abstract:
+            apart = not plain and name.startswith("blocks.")
+            parts.setdefault(".".join(name.split(".")[:2]) * apart, []).append(name)
         found = {}
-        for names in _parts(abstract):
-            items = {_stored(name): abstract[name].update(dtype=np.float32) for name in names}
-            arrays = self._arrays(items, ocp.checkpoint_utils.construct_restore_args(items))
-            for name in names:
-                found[name] = arrays[_stored(name)].astype(abstract[name].dtype)
+        for names in parts.values():
+            arrays = self.read(names, abstract)
+            found |= {name: x.astype(abstract[name].dtype) for name, x in arrays.items()}
         return found
 
     def _check(self) -> None:
@@ -92,17 +104,13 @@ class RunWeights:
             raise self._damaged(str(e)) from e
         self.about: dict[str, Any] = page
         self._checksums = page.get("checksums", {})
-        lora = getattr(self.config, "lora", None)
+        kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
+        params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
+        wanted = {_stored(name): [list(p.shape), "float32"] for name, p in params.items()}
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
         where = f"checkpoint {self._place}"
-        for path, p in named_params(nnx.eval_shape(lambda: create(self.config))).items():
-            if lora is not None and not isinstance(p, nnx.LoRAParam):
-                continue  # the base's
-            name, shape = _stored(path), [list(p.shape), "float32"]
-            if (found := stored.pop(name, "not in it")) != shape:
-                raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
-        if stored:
-            raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
+        if different := difference(stored, wanted):
+            raise InputError(f"{where}: {different}")
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
@@ -111,14 +119,6 @@ class RunWeights:
             if out_of_memory(e):
                 raise
             raise self._damaged(in_short(e)) from e
-
-    def _arrays(self, items: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
-        """Some arrays, whose checksums are right."""
-        options = dict(restore_args=restore_args, partial_restore=True)
-        found = self._restore(ocp.args.PyTreeRestore(item=items, **options))
-        if name := first_mismatch({name: found[name] for name in items}, self._checksums):
-            raise self._damaged(f"the checksum of {name} differs")
-        return found
 
     def _damaged(self, why: str) -> InputError:
         older = [step for step in self._manager.all_steps() if step < self.step]
@@ -176,7 +176,7 @@ def check_weights(weights: Weights, config: Config) -> None:
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
                 f" {weights.folder}; change it, or remove model.init_from"
             )
-    own = text_folder(weights) / "tokenizer.json"
+    own = weights.text / "tokenizer.json"
     if config.data.trains_tokenizer:
         fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
@@ -215,19 +215,16 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
                 )
 
 
-def text_folder(weights: Weights) -> Path:
-    """The folder with the tokenizer: of adapters, or else of their base."""
-    return weights.text if isinstance(weights, AdapterWeights) else weights.folder
-
-
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     """The parameters in float32, with the structure and the shardings of `abstract`.
 
-    Packed weights keep the form that PackedWeights.load returns.  At most AHEAD + 1 further
+    Packed weights keep the form and the dtypes in which they are stored.  At most AHEAD + 1 further
     tensors are in memory at a time.
     """
     leaves = {name: variable.get_value() for name, variable in named_params(abstract).items()}
-    if isinstance(weights, RunWeights | PackedWeights):
+    if isinstance(weights, PackedWeights):
+        arrays = {name: weights.load(name, leaf.sharding) for name, leaf in leaves.items()}
+    elif isinstance(weights, RunWeights):
         arrays = weights.load(leaves)
     else:  # adapters are merged
         found = zip(leaves.items(), params_in_turn(weights, leaves), strict=True)
@@ -255,10 +252,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     handlers = {"state": arrays, "about": ocp.JsonCheckpointHandler()}
     saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(with_digest(about))}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    manages = partial(ocp.CheckpointManager, options=options, item_handlers=handlers)
     try:
-        with ocp.CheckpointManager(
-            directory.resolve(), options=options, item_handlers=handlers
-        ) as manager:
+        with manages(directory.resolve()) as manager:
             manager.save(0, args=ocp.args.Composite(**saved))
     except InputError:
         raise
@@ -292,14 +288,3 @@ def _fixed(config: ModelConfig) -> dict[str, Any]:
 
 def _stored(name: str) -> str:
     return f"params.{name}.value"
-
-
-def _parts(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """The names in one part, or where arrays are to be cast in one for each block and the rest."""
-    if all(leaf.dtype == np.float32 for leaf in abstract.values()):
-        return [list(abstract)]
-    parts: dict[str, list[str]] = {}
-    for name in abstract:
-        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-        parts.setdefault(block, []).append(name)
-    return list(parts.values())

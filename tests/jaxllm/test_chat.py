@@ -21,7 +21,7 @@ from jaxllm.text.chat import render
 
 TOKENIZER = Tokenizer(FOLDER / "llama3")
 EOM, EOT = (TOKENIZER.special[f"<|{name}|>"] for name in ("eom_id", "eot_id"))
-WEIGHTS = dict(folder=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespace(end_token=None)))
+WEIGHTS = dict(text=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespace(end_token=None)))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_generate_answers_a_message(model, capsys, tmp_path):
 
 def test_the_folders_settings_hold_where_no_option_is_given(model, monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
-    weights = SimpleNamespace(**vars(decode.open_run()) | {"folder": folder})
+    weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})
     monkeypatch.setattr(decode, "open_run", lambda *_: weights)
     page = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "min_length": 2}
     (folder / "generation_config.json").write_text(json.dumps(page))
@@ -177,7 +177,7 @@ def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
 
 def test_a_refused_system_message_leaves_the_chat_as_it_was(model, capsys, monkeypatch, tmp_path):
     folder = with_template(tmp_path / "t", TEMPLATE.replace("critic", "system"))
-    weights = SimpleNamespace(**vars(decode.open_run()) | {"folder": folder})
+    weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})
     monkeypatch.setattr(decode, "open_run", lambda *_: weights)
     monkeypatch.setattr("sys.stdin", io.StringIO("/system Be brief.\nHi\n/reset\nHi\n"))
     model.answers += [("A<|eot_id|>", None), ("B<|eot_id|>", None)]
@@ -189,7 +189,7 @@ def test_a_refused_system_message_leaves_the_chat_as_it_was(model, capsys, monke
 
 def test_a_chat_needs_a_template(model, capsys, monkeypatch, tmp_path):
     weights = SimpleNamespace(
-        config=tiny("llama3", vocab_size=294), folder=FOLDER / "gpt2", run=WEIGHTS["run"]
+        config=tiny("llama3", vocab_size=294), text=FOLDER / "gpt2", run=WEIGHTS["run"]
     )
     monkeypatch.setattr(decode, "open_run", lambda *_: weights)
     assert chat.main(["--checkpoint", str(tmp_path)]) == 2

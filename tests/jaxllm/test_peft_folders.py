@@ -153,7 +153,7 @@ def test_adapters_of_relatives_give_the_logits_of_peft(tmp_path, name):
     ("page", "message"),
     [
         (dict(use_dora=True), "use_dora=True is not supported"),
-        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; only 'LORA' is"),
+        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; only 'LORA'"),
         (dict(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8} is not supported"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
         (dict(alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\] is not supported"),
