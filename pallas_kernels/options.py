@@ -194,8 +194,8 @@ def _scalar(kind, name: str, x):
         raise ValueError(f"{name}={x!r} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
         raise ValueError(f"{name}={x} is not {must}")
-    if name.endswith("eps") and x < 0:
-        raise ValueError(f"{name}={x} is negative")
+    if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might take it for 0
+        raise ValueError(f"{name}={x} must be 0 or at least 2^-126")
     if name == "softcap" and not 2**-100 <= x <= 2**100:  # float32 may round z / softcap to 0
         raise ValueError(f"{name}={x} must be positive: from 2^-100 to 2^100")
     return kind(x)
