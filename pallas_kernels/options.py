@@ -36,7 +36,18 @@ def promotions() -> Iterator[None]:
 
 
 class custom_vjp(jax.custom_vjp):
-    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
+    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned.
+
+    Where `shard_map` checks varying types, all arrays come to vary alike; so JAX sums the gradient
+    of a replicated one, such as a weight, over the devices.
+    """
+
+    def __call__(self, *args, **options):
+        of = lambda x: jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else set()
+        if axes := set().union(*map(of, jax.tree.leaves(args))):
+            vary = lambda x: jax.lax.pcast(x, tuple(axes - of(x)), to="varying")
+            args = jax.tree.map(lambda x: vary(x) if isinstance(x, jax.Array) else x, args)
+        return super().__call__(*args, **options)
 
     def defvjp(self, fwd, bwd, *given, **options):
         super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
