@@ -80,7 +80,7 @@ def checked[Op: Callable](op: Op) -> Op:
         converted = [to(name, x) for name, x in zip(names, given, strict=False)]
         options = {name: to(name, x) for name, x in options.items()}
         given = *converted, *given[len(names) :]
-        given, options = jax.tree.map(_of_jax, (given, options))
+        given, options = jax.tree.map(_of_jax, (given, options), is_leaf=_is_like_an_array)
         with promotions():
             return op(*given, **options)
 
@@ -90,10 +90,16 @@ def checked[Op: Callable](op: Op) -> Op:
 
 def _of_jax(x):
     """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
+    x = x.__jax_array__() if _is_like_an_array(x) else x
     if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
         return jax.lax.convert_element_type(x, x.dtype)
     numpy = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.asarray(x) if numpy else x
+
+
+def _is_like_an_array(x) -> bool:
+    """Whether x converts itself to JAX's array, as an nnx.Param does."""
+    return getattr(x, "__jax_array__", None) is not None  # a tracer's is None
 
 
 def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
@@ -141,7 +147,7 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
         elif x is None and NoneType not in kinds:
             raise ValueError(f"{name} must be an array, not None")
         elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
-            if not hasattr(x, "__jax_array__"):
+            if not _is_like_an_array(x):
                 what = f"an array, not {type(x).__name__}"
                 raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
         elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
