@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import AbstractArray, Float
 
 _SEQUENCES = (tuple, Sequence)
+_converts = lambda x: getattr(x, "__jax_array__", None) is not None  # as an nnx.Param does
 _WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where an op names them
 
 
@@ -36,14 +37,11 @@ def promotions() -> Iterator[None]:
 
 
 class custom_vjp(jax.custom_vjp):
-    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned.
-
-    Where `shard_map` checks varying types, all arrays come to vary alike; so JAX sums the gradient
-    of a replicated one, such as a weight, over the devices.
-    """
+    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
 
     def __call__(self, *args, **options):
         of = lambda x: jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else set()
+        # shard_map checks types: if all arrays vary alike, JAX sums a replicated one's gradient.
         if axes := set().union(*map(of, jax.tree.leaves(args))):
             vary = lambda x: jax.lax.pcast(x, tuple(axes - of(x)), to="varying")
             args = jax.tree.map(lambda x: vary(x) if isinstance(x, jax.Array) else x, args)
@@ -80,7 +78,7 @@ def checked[Op: Callable](op: Op) -> Op:
         converted = [to(name, x) for name, x in zip(names, given, strict=False)]
         options = {name: to(name, x) for name, x in options.items()}
         given = *converted, *given[len(names) :]
-        given, options = jax.tree.map(_of_jax, (given, options), is_leaf=_is_like_an_array)
+        given, options = jax.tree.map(_of_jax, (given, options), is_leaf=_converts)
         with promotions():
             return op(*given, **options)
 
@@ -90,16 +88,11 @@ def checked[Op: Callable](op: Op) -> Op:
 
 def _of_jax(x):
     """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
-    x = x.__jax_array__() if _is_like_an_array(x) else x
+    x = x.__jax_array__() if _converts(x) else x
     if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
         return jax.lax.convert_element_type(x, x.dtype)
     numpy = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.asarray(x) if numpy else x
-
-
-def _is_like_an_array(x) -> bool:
-    """Whether x converts itself to JAX's array, as an nnx.Param does."""
-    return getattr(x, "__jax_array__", None) is not None  # a tracer's is None
 
 
 def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
@@ -146,10 +139,9 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
                 of_element(f"{name}[{i}]", y)
         elif x is None and NoneType not in kinds:
             raise ValueError(f"{name} must be an array, not None")
-        elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
-            if not _is_like_an_array(x):
-                what = f"an array, not {type(x).__name__}"
-                raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
+        elif not (isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)) or _converts(x)):
+            what = f"an array, not {type(x).__name__}"
+            raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
         elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
             if not (int in classes and jnp.issubdtype(x.dtype, jnp.integer)):  # a number
                 raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")

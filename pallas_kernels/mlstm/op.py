@@ -175,9 +175,8 @@ def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
         need, have = [(b, h, dqk, dv), (b, h, dqk), (b, h)], [x.shape for x in state]
         if have != need:
             raise ValueError(f"the state (C, n, m) has shapes {have}, not {need}")
-    if segment_ids is not None:
-        if segment_ids.shape != q.shape[:2]:
-            raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
 
