@@ -40,12 +40,14 @@ _SMALL = 16 << 20  # bytes of C
 def why_not(q, k, v, i, f, state, *, eps: float, **options) -> str | None:
     if eps != 0:
         return f"eps={eps} is not 0"
+    if reason := mosaic.unsupported_dtype(q=q):
+        return reason
     dqk, dv = q.shape[-1], v.shape[-1]
     if dqk % _ROWS or dqk > _LARGEST:
         return f"DQK={dqk} is not a multiple of {_ROWS} up to {_LARGEST}"
     if dv % _COLUMNS:
         return f"DV={dv} is not a multiple of {_COLUMNS}"
-    return mosaic.unsupported_dtype(q=q) or mosaic.empty(q=q, v=v)
+    return mosaic.empty(q=q, v=v)
 
 
 def why_slower(q, k, v, *others, **options) -> str | None:

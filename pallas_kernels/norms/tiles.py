@@ -150,11 +150,15 @@ class Tiling(NamedTuple):
 
 def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | None:
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
-    c, most = x.shape[-1], MAX_COLS if gate is None else MAX_GATED_COLS
-    reason = mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x)
-    reason = reason or mosaic.too_many(rows=x.size // c) or mosaic.mixed_dtypes(x=x, gate=gate)
-    if reason:
+    if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
         return reason
+    c, most = x.shape[-1], MAX_COLS
+    if reason := mosaic.too_many(rows=x.size // c):
+        return reason
+    if gate is not None:
+        if reason := mosaic.mixed_dtypes(x=x, gate=gate):
+            return reason
+        most = MAX_GATED_COLS
     if c > most:
         return f"C={c} is more than {most}"
     if eps <= 0:
