@@ -101,8 +101,9 @@ def fp8_linear_reference(x, weight, bias=None):
 
 def why_not(x, weight) -> str | None:
     """Why the matmuls cannot take fp8 operands, or None."""
-    reason = mosaic.not_a_multiple(_MULTIPLE, **_sizes(x, weight))
-    return reason or mosaic.unsupported_dtype(x=x, weight=weight)
+    if reason := mosaic.not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
+        return reason
+    return mosaic.unsupported_dtype(x=x, weight=weight)
 
 
 def _kernels_why_not(x, weight, *others) -> str | None:
