@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import AbstractArray, Float
 
 _SEQUENCES = (tuple, Sequence)
+_converts = lambda x: getattr(x, "__jax_array__", None) is not None  # as an nnx.Param does
 _WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where an op names them
 
 
@@ -37,6 +38,14 @@ def promotions() -> Iterator[None]:
 
 class custom_vjp(jax.custom_vjp):
     """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
+
+    def __call__(self, *args, **options):
+        of = lambda x: jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else set()
+        # shard_map checks types: if all arrays vary alike, JAX sums a replicated one's gradient.
+        if axes := set().union(*map(of, jax.tree.leaves(args))):
+            vary = lambda x: jax.lax.pcast(x, tuple(axes - of(x)), to="varying")
+            args = jax.tree.map(lambda x: vary(x) if isinstance(x, jax.Array) else x, args)
+        return super().__call__(*args, **options)
 
     def defvjp(self, fwd, bwd, *given, **options):
         super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
@@ -69,7 +78,7 @@ def checked[Op: Callable](op: Op) -> Op:
         converted = [to(name, x) for name, x in zip(names, given, strict=False)]
         options = {name: to(name, x) for name, x in options.items()}
         given = *converted, *given[len(names) :]
-        given, options = jax.tree.map(_of_jax, (given, options))
+        given, options = jax.tree.map(_of_jax, (given, options), is_leaf=_converts)
         with promotions():
             return op(*given, **options)
 
@@ -79,6 +88,7 @@ def checked[Op: Callable](op: Op) -> Op:
 
 def _of_jax(x):
     """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
+    x = x.__jax_array__() if _converts(x) else x
     if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
         return jax.lax.convert_element_type(x, x.dtype)
     numpy = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
@@ -129,10 +139,9 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
                 of_element(f"{name}[{i}]", y)
         elif x is None and NoneType not in kinds:
             raise ValueError(f"{name} must be an array, not None")
-        elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
-            if not hasattr(x, "__jax_array__"):
-                what = f"an array, not {type(x).__name__}"
-                raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
+        elif not (isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)) or _converts(x)):
+            what = f"an array, not {type(x).__name__}"
+            raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
         elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
             if not (int in classes and jnp.issubdtype(x.dtype, jnp.integer)):  # a number
                 raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")
@@ -194,8 +203,8 @@ def _scalar(kind, name: str, x):
         raise ValueError(f"{name}={x!r} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
         raise ValueError(f"{name}={x} is not {must}")
-    if name.endswith("eps") and x < 0:
-        raise ValueError(f"{name}={x} is negative")
+    if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might take it for 0
+        raise ValueError(f"{name}={x} must be 0 or at least 2^-126")
     if name == "softcap" and not 2**-100 <= x <= 2**100:  # float32 may round z / softcap to 0
         raise ValueError(f"{name}={x} must be positive: from 2^-100 to 2^100")
     return kind(x)

@@ -81,13 +81,13 @@ def rope(
 
 def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
     """The d/2 frequencies in radians a position: computed in float64, rounded once to float32."""
-    if not theta > 0:
-        raise ValueError(f"theta={theta} is not positive")
+    if not theta > 2**-30:  # the angle of a far position might leave float32
+        raise ValueError(f"theta={theta} must be more than 2^-30")
     freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
     if scaling is not None:
         factor, low, high, original = scaling
-        if not factor > 0:
-            raise ValueError(f"factor={factor} is not positive")
+        if not factor > 2**-30:
+            raise ValueError(f"factor={factor} must be more than 2^-30")
         if not low < high:
             raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
         keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: unchanged, 0: scaled

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import random_draws
 from random_calls import A, Call  # noqa: F401 (for --line)
@@ -92,7 +93,7 @@ def judge(call: Call) -> Verdict:
             xla = results(call, "xla", given, cotangents, False)[0]
     except Exception as e:
         return refused(e)._replace(form="xla")
-    main = min((given.leaves[i].dtype for i in given.floats), key=lambda d: d.itemsize)
+    main = max((given.leaves[i].dtype for i in given.floats), key=lambda d: jnp.finfo(d).eps)
     coarse = spacing(call, main)
     truth, errors = truths(call, given, cotangents, {coarse, float(np.finfo(np.float32).eps)})
     exact = in_float64(call, given, cotangents)

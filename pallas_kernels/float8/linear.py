@@ -62,6 +62,8 @@ def fp8_linear(
         raise ValueError(f"bias has shape {bias.shape}, not {weight.shape[1:]}")
     if total is not None:
         check_totals((total,), weight)
+        if dispatch.shard_map_why_not():  # the devices' gradients are summed, and the total is not
+            weight, total = summed(weight, total), None
     row_norm = known_norm(row_norm)
     if (reason := why_not(x, weight)) and implementation != "mosaic":
         why = f"{x.dtype}, not fp8: {reason}"

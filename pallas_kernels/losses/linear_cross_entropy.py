@@ -159,9 +159,10 @@ def _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk) 
 
 def linear_cross_entropy_reference(
     x, weight, labels, *, vocab_size=None, ignore_index=-100, softcap=None, transposed=False,
-    reduction="mean", scale=1.0, vocab_axis=None, fp8=False, chunk=None,
+    reduction="mean", scale=1.0, vocab_axis=None, fp8=False, chunk=None, total=None,
 ):  # fmt: skip
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
+    weight = summed(weight, total)
     if fp8:
         z = fp8_linear.fp8_linear_reference(x, weight if transposed else weight.T)
     else:
@@ -351,9 +352,5 @@ def _backward(o, saved, g):
 _linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _xla(x, weight, labels, *, total, **options):
-    return linear_cross_entropy_reference(x, summed(weight, total), labels, **options)
-
-
-FORMS = Form("general", _kernels, "sm_80", why_not), Form("xla", _xla)
+FORMS = Form("general", _kernels, "sm_80", why_not), Form("xla", linear_cross_entropy_reference)
 FP8 = (FORMS[0]._replace(gpu="sm_89"), FORMS[1])

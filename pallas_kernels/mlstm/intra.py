@@ -227,9 +227,9 @@ def forward(w: ChunkWorker, ab, n):
 
         qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
         l = sum_rows(weights) + scale * qn
-        above = jnp.abs(l) > norm
-        norm = 1 / jnp.where(above, jnp.abs(l), norm)
-        sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
+        below = jnp.abs(l) <= norm  # not of NaN
+        norm = 1 / jnp.where(below, norm, jnp.abs(l))
+        sign = jnp.where(below, 0.0, jnp.where(l > 0, -1.0, 1.0))
     store_stats(w, norm, sign)
     # Add the values of the chunk and the part from the state, and store.
     finish_all(w, s.form.left(w, weights * broadcast_rows(w, norm)), scale * norm, n)

@@ -215,7 +215,7 @@ def _row_scale(l, m, gate, normalize, eps):
     one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # 1 on the true scale; never 0
     if gate == "sigmoid":
         eps = eps * one  # the definition of this gate has no stabiliser
-    return _reciprocal(jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+    return _reciprocal(jnp.where(jnp.abs(l) <= one, one, jnp.abs(l)) + eps)
 
 
 @jax.custom_jvp

@@ -148,9 +148,11 @@ ROTARY = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 2, 1, 8)), jnp.arange(2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.layer_norm(X, eps=-1.0), "eps=-1.0 is negative"),
-        (lambda: ops.row_linear(X[:1], [X], norm_weight=X[0], norm_eps=-1.0), "norm_eps=-1.0 is"),
-        (lambda: ops.rope(*ROTARY, scaling=ops.RopeScaling(0.0)), "factor=0.0 is not positive"),
+        (lambda: ops.layer_norm(X, eps=-1.0), "eps=-1.0 must be 0 or at least"),
+        (lambda: ops.rms_norm(0 * X, eps=1e-39), "eps=1e-39 must be 0 or at least"),
+        (lambda: ops.row_linear(X[:1], [X], norm_weight=X[0], norm_eps=-1.0), "norm_eps=-1.0 must"),
+        (lambda: ops.rope(*ROTARY, scaling=ops.RopeScaling(0.0)), "factor=0.0 must be more than"),
+        (lambda: ops.rope(*ROTARY, theta=1e-300), "theta=1e-300 must be more than"),
         (lambda: ops.fp8_linear(X, X, row_norm=X[0]), r"row_norm has shape \(16,\), but must be"),
         (lambda: ops.fp8_linear(X, X, row_norm=-1.0), "row_norm=-1.0 is negative"),
         (lambda: ops.fp8_linear(X[:, :3], X[:3], row_norm=-1.0), "row_norm=-1.0 is negative"),

@@ -111,6 +111,22 @@ def test_a_missing_array_and_what_holds_one():
     np.testing.assert_allclose(y, 1, rtol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("name", ["encoder", "linear_cross_entropy", "decode_attention_new"])
+def test_parameters_of_a_module_are_arrays(name, implementation):
+    """The encoder's XLA form and the loss's kernels took an nnx.Param for no array."""
+    op, shapes, whole, *dtype = CASES[name]
+    state = nnx.List([nnx.Param(normal(i, s[1:], *dtype)) for i, s in enumerate(shapes)])
+    whole = [jnp.asarray(x[0], jnp.int32) for x in whole]
+
+    def loss(state):
+        results = op(*state, *whole, implementation=implementation)
+        return sum(y.astype(jnp.float32).sum() for y in jax.tree.leaves(results))
+
+    gradients = nnx.eval_shape(nnx.grad(loss), state)
+    assert [g.shape for g in jax.tree.leaves(gradients)] == [s[1:] for s in shapes]
+
+
 @pytest.mark.parametrize("dtype", ["zzz", 3, int, np.complex64])
 def test_a_dtype_that_is_not_floating_is_refused(dtype):
     with pytest.raises(ValueError, match=r"^dtype=.* is not a (floating point )?dtype"):

@@ -105,7 +105,7 @@ def test_rope_refuses_what_does_not_fit():
         rope(q[..., :7], k[..., :7], p)
     with pytest.raises(ValueError, match=r"q has shape \(4, 2, 8\), but needs 4 axes: B T H D"):
         rope(q[0], k[0], p)
-    with pytest.raises(ValueError, match="theta=0.0 is not positive"):
+    with pytest.raises(ValueError, match="theta=0.0 must be more than"):
         rope(q, k, p, theta=0.0)
     with pytest.raises(ValueError, match="layout='halves' is not one of half, interleaved"):
         rope(q, k, p, layout="halves")

@@ -73,6 +73,9 @@ def test_of_two_members(name, loop):
         assert np.sqrt(np.mean((a - e) ** 2)) <= tolerance * (0.1 + np.sqrt(np.mean(e**2)))
 
 
+ONE = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_shard_map_that_checks_varying_types(name):
     """JAX's default, for which kernels make room for XLA: a carry of the vLSTM had another type."""
@@ -84,9 +87,38 @@ def test_in_a_shard_map_that_checks_varying_types(name):
         y, pull = jax.vjp(call, *(x[0] for x in arrays))
         return jax.tree.map(lambda x: x[None], (y, pull(y)))
 
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(of_a_member, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    run = jax.shard_map(of_a_member, mesh=ONE, in_specs=P("d"), out_specs=P("d"))
     jax.eval_shape(run, arrays, list(map(jnp.asarray, whole)))
+
+
+@pytest.mark.parametrize("name", ["attention", "fp8_linear", "mlp_fp8", "vlstm", "vlstm_gated"])
+def test_replicated_weights_in_a_shard_map_that_checks_varying_types(name):
+    """JAX's own error said that a rule of custom_vjp returned another type than its argument's."""
+    op, (first, *others), _, dtype = CASES[name]
+    of_all = [jax.ShapeDtypeStruct(shape[1:], dtype) for shape in others]
+
+    def run(x, *of_all):
+        y, pull = jax.vjp(lambda *a: op(*a, implementation="xla"), x[0], *of_all)
+        dx, *gradients = pull(y)
+        return dx[None], *gradients
+
+    specs = P("d"), *[P()] * len(of_all)
+    run = jax.shard_map(run, mesh=ONE, in_specs=specs, out_specs=specs)
+    gradients = jax.eval_shape(run, jax.ShapeDtypeStruct((1, *first[1:]), dtype), *of_all)
+    assert [x.shape for x in gradients[1:]] == [x.shape for x in of_all]
+
+
+def test_a_total_in_a_shard_map_that_checks_varying_types():
+    """The gradient is total + dW, of which only dW is summed over the devices."""
+    x, w, total = (normal(i, (64, 64)) for i in range(3))
+
+    def run(x, w, total):
+        _, pull = jax.vjp(lambda t: ops.fp8_linear(x, w, total=t), total)
+        return pull(jnp.ones_like(x))
+
+    run = jax.shard_map(run, mesh=ONE, in_specs=(P("d"), P(), P()), out_specs=P())
+    (call,) = jax.make_jaxpr(run)(x, w, total).eqns
+    assert call.params["jaxpr"].eqns[-1].primitive.name == "add"  # after the sum over the devices
 
 
 def quantized(x, **options):

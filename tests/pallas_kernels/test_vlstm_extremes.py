@@ -87,3 +87,16 @@ def test_a_step_with_a_closed_gate_leaves_an_empty_state_empty(implementation):
     assert not c.any()
     assert not n.any()
     assert jnp.isfinite(m).all()
+
+
+@pytest.mark.parametrize("form", ["xla", "mosaic", "step"])
+def test_a_normaliser_that_is_nan_shows(form):
+    """max(|l|, e^-m) took e^-m for NaN: h was finite, and the state after it NaN."""
+    args, (c, n, m) = inputs(1, 16, jnp.bfloat16), a_state(16, 1.0, 0.0)
+    state = c, n.at[..., 0].set(jnp.nan), m
+    if form == "step":
+        h, _ = vlstm_step(*(x[:, 0] for x in args), state, implementation="xla")
+    else:
+        with kernels_run_here() if form == "mosaic" else contextlib.nullcontext():
+            h = vlstm(*args, initial_state=state, implementation=form)
+    assert np.isnan(h.astype(jnp.float32)).all()
