@@ -106,6 +106,22 @@ def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
     assert settings.items() <= sampling(**settings).model_dump().items()
 
 
+def test_adapters_with_a_tokenizer_end_and_sample_as_their_base(tmp_path):
+    """Trainers with peft save the tokenizer beside the adapters, but not generation_config.json."""
+    settings = {"eos_token_id": [293, 295], "do_sample": True, "temperature": 0.6}
+    folder_of(tmp_path / "base", generation_config=settings, config={"bos_token_id": 296})
+    own, named = {"eos_token": "<b>"}, {"base_model_name_or_path": "../base"}
+    tokenizer = folder_of(tmp_path / "own", tokenizer_config=own, adapter_config=named)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (296, 294, {293, 295})
+    tokenizer.copy_to(tmp_path / "run")
+    found = tokenizer.export_to(tmp_path / "merged")
+    assert (found["bos_token_id"], found.get("eos_token_id")) == (296, None)
+    for name in ("run", "merged"):
+        copy = Tokenizer(tmp_path / name)
+        assert (copy.eos, copy.ends) == (294, {293, 295})
+        assert copy.sampling[0] == tokenizer.sampling[0] == {"temperature": 0.6, "top_k": 50}
+
+
 @pytest.mark.parametrize("around", [(0, 1), (0,), (1,), ()])
 def test_what_surrounds_a_text_is_found_whatever_the_alphabet(around, tmp_path):
     """A tokenizer of DNA knows no "a", so what it puts after a text stood before it."""
