@@ -137,8 +137,11 @@ def has_marks(tokenizer: Tokenizer, tools: Any = None) -> bool:
 def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int, int]:
     """The span of message i in the text of the whole conversation, without its heading."""
     until = show(i + 1)[0]
-    # R1's template asks for thoughts that its messages do not have; then the heading has loss, too.
-    before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
+    heading = "" if i else show(1, True)[0].removeprefix(until)
+    if heading and heading in until:  # a template may say more before a first message, or need one
+        before = until[: until.index(heading) + len(heading)]
+    else:  # R1's asks for thoughts that its messages do not have; then the heading has loss, too
+        before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
     if before is None or not text.startswith(until):
         raise Refused(
             "the chat template has no {% generation %} and renders earlier messages differently"
