@@ -31,6 +31,8 @@ _SPLITS = {"training": "train", "train": "train"} | {
     for name in names.split()
 }
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
+# JSON beside the data of a dataset, which the Hub does not read as data either.
+_CARDS = frozenset("dataset_info dataset_infos dataset_dict state config".split())
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
@@ -147,6 +149,8 @@ def _folder(kind: str, root: Path) -> Found:
             reasons[path] = "hidden"
         elif not path.name.lower().endswith(suffixes):
             reasons[path] = f"*{path.suffix}" if path.suffix else "without a suffix"
+        elif kind != "text" and path.suffix == ".json" and path.stem in _CARDS:
+            reasons[path] = "about a dataset"
     return _choose(paths, root, reasons)
 
 
