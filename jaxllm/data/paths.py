@@ -101,8 +101,10 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     return found
 
 
-def by_split(kind: str, found: Found) -> tuple[Found, Found]:
+def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found, Found]:
     """The files to train on and to validate on, where names say which, as on the Hub.
+
+    validates: whether to validate on any; data.val_path may name others.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
     Names without such a word are left out then; but if they are texts, all are trained on, as a
@@ -119,9 +121,11 @@ def by_split(kind: str, found: Found) -> tuple[Found, Found]:
     is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
     if not train or (kind == "text" and any(map(is_data, no))):
         return found, Found([])
-    more = f"; left out {len(test):,} files of a test split ({test[0][0]})" if test else ""
-    more += f"; left out {len(no):,} files whose names say no split ({no[0][0]})" if no else ""
-    return Found(train, found.left_out + more), Found(val)
+    unread = {"of a test split": test, "whose names say no split": no}
+    if not validates:
+        unread["of a validation split"], val = val, []
+    more = [f"; left out {len(x):,} files {why} ({x[0][0]})" for why, x in unread.items() if x]
+    return Found(train, found.left_out + "".join(more)), Found(val)
 
 
 def is_prepared(path: Path) -> bool:
