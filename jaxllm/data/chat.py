@@ -82,7 +82,7 @@ def _message(key: str, message: Any) -> dict[str, Any]:
     if message.get("weight", 1) not in (0, 1, None):
         raise InputError(f"{key}: weight={message['weight']!r:.50} must be 0 or 1")
     if message.get("role"):
-        if message.get("content") is None and message.get("tool_calls") is None:
+        if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
         return message
     if message.get("from") not in _ROLES:
