@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxllm.errors import InputError
 from jaxllm.models import language_model
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
+from jaxllm.train.launch import with_models_tokenizer
 from jaxllm.train.step import Trainer
 
 T = 48
@@ -324,6 +326,13 @@ def test_bad_templates_give_one_line(config, tmp_path):
         opened(config, tokenizer=str(none))
     with pytest.raises(InputError, match=r"source=chat needs a tokenizer with a chat template"):
         opened(config, tokenizer=None)
+    data = DataConfig(source="chat", path="x", tokenizer=config["tokenizer"])
+    with pytest.raises(InputError, match="has another chat template than .*none, whose files are"):
+        with_models_tokenizer(data, none)
+    other = data.model_copy(update={"tokenizer": str(none)})
+    mine = f"{config['tokenizer']}/tokenizer.json"  # which has the template
+    for given in (other, data):
+        assert with_models_tokenizer(given, Path(config["tokenizer"])).tokenizer == mine
     forgets = with_template(tmp_path / "forgets", FORGETS)
     data = opened(config, tokenizer=str(forgets))  # conversations of one turn are used
     turns = [len(record["messages"]) // 2 for record in talks(40)]
