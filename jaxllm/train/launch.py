@@ -93,13 +93,8 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
         return data
     own = folder / "tokenizer.json"
     if data.tokenizer is not None:
-        tokenizer, given = Tokenizer(own), Tokenizer(data.tokenizer)
-        tokenizer.check_same(given)
-        if data.source == "chat" and given.chat_templates not in ({}, tokenizer.chat_templates):
-            raise InputError(
-                f"data.tokenizer={data.tokenizer} has another chat template than {folder}, whose"
-                " files are used: copy the template there, or leave out data.tokenizer"
-            )
+        chats = data.source == "chat"
+        Tokenizer(own).check_same(Tokenizer(data.tokenizer), chats=chats)
     return data.model_copy(update={"tokenizer": str(own)})
 
 

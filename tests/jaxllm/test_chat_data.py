@@ -327,7 +327,7 @@ def test_bad_templates_give_one_line(config, tmp_path):
     with pytest.raises(InputError, match=r"source=chat needs a tokenizer with a chat template"):
         opened(config, tokenizer=None)
     data = DataConfig(source="chat", path="x", tokenizer=config["tokenizer"])
-    with pytest.raises(InputError, match="has another chat template than .*none, whose files are"):
+    with pytest.raises(InputError, match="model has another chat template than .*none, which is"):
         with_models_tokenizer(data, none)
     other = data.model_copy(update={"tokenizer": str(none)})
     mine = f"{config['tokenizer']}/tokenizer.json"  # which has the template
