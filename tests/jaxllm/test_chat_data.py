@@ -287,6 +287,11 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
         ([{"messages": [{"role": "user", "value": "Q"}]}], {}, "1 refused, a message with neither"),
         ([{"messages": [{"role": "assistant", "tool_calls": []}]}], {}, "1 refused, a message wi"),
+        (
+            [{"messages": [USER | {"train": None}, USER | {"train": True}, USER | {"loss": 0}]}],
+            {},
+            r"a\.jsonl:1: messages: loss=0 is not read; weight=0 means no loss$",
+        ),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
         ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
