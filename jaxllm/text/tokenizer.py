@@ -135,7 +135,10 @@ class Tokenizer:
             unset = {"temperature": 1.0, "top_k": 50}
             used = unset | used if samples else used | {"temperature": 0.0}
         rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
-        parts = {"applied": used, "not applied, remove them to silence this": rest}
+        parts = {
+            "applied by default": used,
+            "not applied, remove them to silence this": rest,
+        }
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
         said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
         return used, f"settings of {self.folder}, {'; '.join(said)}" if said else ""

@@ -82,12 +82,13 @@ SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
     ({"generation_config": {"eos_token_id": 1, "max_length": 20, "top_k": None}}, {}, ""),
     ({"generation_config": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}},
      {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
-     "applied: temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1"),
+     "applied by default: temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1"),
     ({"generation_config": {"do_sample": False, "top_k": 0}},
-     {"temperature": 0.0, "top_k": 0}, "applied: top_k=0, temperature=0.0"),
+     {"temperature": 0.0, "top_k": 0}, "applied by default: top_k=0, temperature=0.0"),
     ({"config": {"min_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 1, "typical_p": 1.0}},
      {"min_p": 0.1},
-     "applied: min_p=0.1; not applied, remove them to silence this: no_repeat_ngram_size=1"),
+     "applied by default: min_p=0.1; not applied, remove them to silence this:"
+     " no_repeat_ngram_size=1"),
     ({"config": {"repetition_penalty": 2.0}, "generation_config": {"suppress_tokens": [7]}},
      {}, "not applied, remove them to silence this: suppress_tokens=[7]"),
 ]  # fmt: skip
