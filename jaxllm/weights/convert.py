@@ -233,12 +233,19 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
 
 def _to_peft(weights, folder: Path) -> str:
-    from jaxllm.weights.adapters import write_peft
+    from jaxllm.weights.adapters import PAGE, write_peft
+    from jaxllm.weights.huggingface import HuggingFaceWeights
 
     _copy_text(weights, folder)
     (folder / "config.yaml").write_text(weights.run.to_yaml(), encoding="utf-8")
     write_peft(weights, folder)
-    return f"the adapters of step {weights.step} as a folder of peft"
+    said = f"the adapters of step {weights.step} as a folder of peft"
+    if isinstance(weights.base, HuggingFaceWeights):
+        return said
+    return (
+        f"{said}; peft itself cannot read their base {weights.base.folder}: name a Hugging Face"
+        f" folder of it as base_model_name_or_path in {PAGE}"
+    )
 
 
 def _copy_text(weights, target: Path) -> bool:
