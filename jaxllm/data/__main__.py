@@ -73,7 +73,8 @@ def _run(args: Namespace) -> None:
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
         raise InputError(f"--out={args.out} holds {what}; choose another --out")
-    found, val = by_split(args.source, find_files(args.source, args.path, key="--path"))
+    found = find_files(args.source, args.path, key="--path")
+    found, val = by_split(args.source, found, validates=args.command == "prepare")
     if args.command == "prepare" and val.files:
         raise InputError(
             f"--path={args.path} has files to train on ({found.files[0][0]}) and to validate on"

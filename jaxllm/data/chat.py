@@ -16,6 +16,8 @@ COLUMNS = frozenset(
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
 }
+# Other trainers' names for messages without loss, and the value that does not ask for it.
+_MASKS = {"train": True, "training": True, "loss": True, "mask": False}
 # Some templates print today's date.  The ids must not depend on the day; Llama's fall back to this.
 _DATE = datetime.datetime(2024, 7, 26)
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -81,8 +83,11 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         raise InputError(f"{key} must hold messages with role and content, or with from and value")
     if message.get("weight", 1) not in (0, 1, None):
         raise InputError(f"{key}: weight={message['weight']!r:.50} must be 0 or 1")
+    for name, usual in _MASKS.items():
+        if (value := message.get(name)) not in (usual, None):
+            raise InputError(f"{key}: {name}={value!r:.50} is not read; weight=0 means no loss")
     if message.get("role"):
-        if message.get("content") is None and message.get("tool_calls") is None:
+        if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
         return message
     if message.get("from") not in _ROLES:
@@ -137,8 +142,11 @@ def has_marks(tokenizer: Tokenizer, tools: Any = None) -> bool:
 def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int, int]:
     """The span of message i in the text of the whole conversation, without its heading."""
     until = show(i + 1)[0]
-    # R1's template asks for thoughts that its messages do not have; then the heading has loss, too.
-    before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
+    heading = "" if i else show(1, True)[0].removeprefix(until)
+    if heading and heading in until:  # a template may say more before a first message, or need one
+        before = until[: until.index(heading) + len(heading)]
+    else:  # R1's asks for thoughts that its messages do not have; then the heading has loss, too
+        before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
     if before is None or not text.startswith(until):
         raise Refused(
             "the chat template has no {% generation %} and renders earlier messages differently"

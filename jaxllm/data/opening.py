@@ -41,9 +41,8 @@ def open_dataset(
         found, val_found = paths["val_path"], Found([])
     else:
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
-        val_found = paths.get("val_path")
-        if val_found is None:
-            found, val_found = by_split(config.source, found)
+        found, by_name = by_split(config.source, found, validates="val_path" not in paths)
+        val_found = paths.get("val_path", by_name)
     asked = (config, found, val_found, cache, vocab_size, only_val)
     separator = None
     if config.source == "chat":

@@ -28,6 +28,8 @@ _SUFFIXES = {
 _SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
 _SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
+# JSON beside the data of a dataset, which the Hub does not read as data either.
+_CARDS = frozenset("dataset_info dataset_infos dataset_dict state config".split())
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
@@ -94,8 +96,10 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     return found
 
 
-def by_split(kind: str, found: Found) -> tuple[Found, Found]:
+def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found, Found]:
     """The files to train on and to validate on, where names say which, as on the Hub.
+
+    validates: whether to validate on any; data.val_path may name others.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
     Names without such a word are left out then; but if they are texts, all are trained on, as a
@@ -112,9 +116,11 @@ def by_split(kind: str, found: Found) -> tuple[Found, Found]:
     is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
     if not train or (kind == "text" and any(map(is_data, no))):
         return found, Found([])
-    more = f"; left out {len(test):,} files of a test split ({test[0][0]})" if test else ""
-    more += f"; left out {len(no):,} files whose names say no split ({no[0][0]})" if no else ""
-    return Found(train, found.left_out + more), Found(val)
+    unread = {"of a test split": test, "whose names say no split": no}
+    if not validates:
+        unread["of a validation split"], val = val, []
+    more = [f"; left out {len(x):,} files {why} ({x[0][0]})" for why, x in unread.items() if x]
+    return Found(train, found.left_out + "".join(more)), Found(val)
 
 
 def is_prepared(path: Path) -> bool:
@@ -142,6 +148,8 @@ def _folder(kind: str, root: Path) -> Found:
             reasons[path] = "hidden"
         elif not path.name.lower().endswith(suffixes):
             reasons[path] = f"*{path.suffix}" if path.suffix else "without a suffix"
+        elif kind != "text" and path.suffix == ".json" and path.stem in _CARDS:
+            reasons[path] = "about a dataset"
     return _choose(paths, root, reasons)
 
 

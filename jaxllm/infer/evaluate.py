@@ -167,11 +167,11 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
         )
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
-    if own.exists():
-        if given not in (None, "null"):
-            Tokenizer(own).check_same(Tokenizer(given))
-        overrides = overrides | {"data.tokenizer": str(own)}
-    return load(str(folder / "config.yaml"), overrides)
+    overrides = overrides | ({"data.tokenizer": str(own)} if own.exists() else {})
+    config = load(str(folder / "config.yaml"), overrides)
+    if own.exists() and given not in (None, "null"):
+        Tokenizer(own).check_same(Tokenizer(given), chats=config.data.source == "chat")
+    return config
 
 
 def hellaswag(args: argparse.Namespace) -> str:

@@ -133,7 +133,11 @@ class Text:
         special = tokenizer.special  # their names never become text, so as stops they are ids
         self._tokenizer, self._hidden = tokenizer, frozenset(special.values())
         self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
-        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
+        ids = [i for i in prompt if i not in self._hidden]
+        start = max(0, len(ids) - _TAIL)
+        while start and ids[start] in tokenizer._bytes:  # bytes in a row are valid or not as one
+            start -= 1
+        self._ids = ids[start:]
         self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
         self.stops, self.live = stops, live
         self.text, self.certain, self.printed, self.count, self.done = "", 0, 0, 0, False

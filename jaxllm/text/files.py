@@ -16,10 +16,12 @@ from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
+GENERATION = "generation_config.json"
 COMPANIONS = (
-    "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json"
+    "tokenizer_config.json special_tokens_map.json added_tokens.json"
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
 ).split()
+ADAPTERS = "adapter_config.json"  # peft's
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
@@ -29,19 +31,19 @@ class Pages:
     """The JSON files beside a tokenizer; {} for a missing one."""
 
     def __init__(self, folder: Path, present: bool = True):
-        def read(name: str) -> dict[str, Any]:
+        def read(name: str, folder: Path = folder) -> dict[str, Any]:
             return read_json(folder / name, optional=True) if present else {}
 
         self.tokenizer = read("tokenizer_config.json")
         listed = "added_tokens_decoder" in self.tokenizer  # in newer folders, instead of these two
         self.specials = {} if listed else read("special_tokens_map.json")
         self.added = {} if listed else read("added_tokens.json")
-        self.generation = read("generation_config.json")
-        config = read("config.json") or read(IDS)
+        model = _of_model(folder) if present else folder
+        self.generation = read(GENERATION, model)
+        config = read("config.json", model) or read(IDS, model)
         self.config = {key: config[key] for key in config if key in {*_IDS, *APPLIED, *OTHERS}}
         # Without a generation_config.json transformers takes the settings of config.json.
-        apart = (folder / "generation_config.json").exists()
-        self.sampling = self.generation if apart else self.config
+        self.sampling = self.generation if (model / GENERATION).exists() else self.config
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
@@ -115,6 +117,15 @@ def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
 def present(folder: Path) -> bool:
     """Whether a folder holds a tokenizer, even one that cannot be read."""
     return any((folder / name).exists() for name in (TOKENIZER, *_UNREAD))
+
+
+def _of_model(folder: Path) -> Path:
+    """The folder with the files about the model: of peft's adapters without any, their base."""
+    own = any((folder / name).exists() for name in (GENERATION, "config.json", IDS))
+    base = read_json(folder / ADAPTERS, optional=True).get("base_model_name_or_path")
+    if own or not isinstance(base, str):
+        return folder
+    return next((x for x in (Path(base).expanduser(), folder / base) if x.is_dir()), folder)
 
 
 def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
@@ -237,9 +248,9 @@ def ids(value: Any) -> list[int]:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            write_whole(target / name, (source / name).read_bytes())
+    paths = [source / name for name in COMPANIONS]
+    for path in filter(Path.is_file, (*paths, _of_model(source) / GENERATION)):
+        write_whole(target / path.name, path.read_bytes())
     for file in source.glob("additional_chat_templates/*.jinja"):
         (target / file.parent.name).mkdir(exist_ok=True)
         write_whole(target / file.parent.name / file.name, file.read_bytes())

@@ -140,7 +140,10 @@ class Tokenizer:
         """A line about all settings of sampling that the folder names; empty if it names none."""
         page, off = self._pages.sampling, (None, 0, [], {})
         rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
-        parts = {"applied": self.sampling, "not applied, remove them to silence this": rest}
+        parts = {
+            "applied by default": self.sampling,
+            "not applied, remove them to silence this": rest,
+        }
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
         said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
         return f"settings of {self.folder}, {'; '.join(said)}" if said else ""
@@ -295,10 +298,11 @@ class Tokenizer:
                 f" beyond the model's {vocab_size} entries: leave it out"
             )
 
-    def check_same(self, other: "Tokenizer") -> None:
+    def check_same(self, other: "Tokenizer", *, chats: bool = False) -> None:
         """Raises InputError unless ids of the other one mean the same text here.
 
         This one may have further tokens, such as those that only files beside it name.
+        chats: whether the chat template, if the other one has any, must be the same, too.
         """
         mine, theirs = (t._content("added_tokens") for t in (self, other))
         known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
@@ -306,6 +310,11 @@ class Tokenizer:
             raise InputError(
                 f"{other.path} differs from {self.path}: their ids do not mean the same text;"
                 " encode all data with the model's tokenizer"
+            )
+        if chats and other.chat_templates not in ({}, self.chat_templates):
+            raise InputError(
+                f"{other.folder} has another chat template than {self.folder}, which is used: copy"
+                " it there, or leave out data.tokenizer"
             )
 
     def copy_to(self, folder: Path) -> None:

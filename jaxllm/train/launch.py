@@ -94,13 +94,14 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
     """The data with the tokenizer of the model and all that is said beside it, if it has one.
 
     folder: of the initial weights or of the run to resume.
-    Raises InputError if data.tokenizer is another one.
+    Raises InputError if data.tokenizer is another one, or has another chat template.
     """
     if data.trains_tokenizer or folder is None or not (folder / "tokenizer.json").exists():
         return data
     own = folder / "tokenizer.json"
     if data.tokenizer is not None:
-        Tokenizer(own).check_same(Tokenizer(data.tokenizer))
+        chats = data.source == "chat"
+        Tokenizer(own).check_same(Tokenizer(data.tokenizer), chats=chats)
     return data.model_copy(update={"tokenizer": str(own)})
 
 

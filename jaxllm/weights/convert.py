@@ -149,7 +149,8 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
-    from jaxllm.weights.adapters import write_peft
+    from jaxllm.weights.adapters import PAGE, write_peft
+    from jaxllm.weights.huggingface import HuggingFaceWeights
     from jaxllm.weights.packed import write_packed
     from jaxllm.weights.pretrained import write_checkpoint
 
@@ -173,7 +174,13 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:
         write_peft(weights, folder)
-        return f"the adapters of step {weights.step} as a folder of peft"
+        said = f"the adapters of step {weights.step} as a folder of peft"
+        if isinstance(weights.base, HuggingFaceWeights):
+            return said
+        return (
+            f"{said}; peft itself cannot read their base {weights.base.folder}: name a Hugging Face"
+            f" folder of it as base_model_name_or_path in {PAGE}"
+        )
     check_writable(out, checkpoints=True)
     about = dict(config=run.model_dump(), data_fingerprint=None, samples=0)
     about["converted_from"] = str(weights.folder)

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxllm.errors import InputError
 from jaxllm.models import language_model
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
+from jaxllm.train.launch import with_models_tokenizer
 from jaxllm.train.step import Trainer
 
 T = 48
@@ -284,6 +286,12 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": pair("Q", "A"), "tools": {"a": 1}}], {}, r"tools={'a': 1} must be a list$"),
         ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
         ([{"messages": [{"role": "user", "value": "Q"}]}], {}, "1 refused, a message with neither"),
+        ([{"messages": [{"role": "assistant", "tool_calls": []}]}], {}, "1 refused, a message wi"),
+        (
+            [{"messages": [USER | {"train": None}, USER | {"train": True}, USER | {"loss": 0}]}],
+            {},
+            r"a\.jsonl:1: messages: loss=0 is not read; weight=0 means no loss$",
+        ),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
         ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
@@ -323,6 +331,13 @@ def test_bad_templates_give_one_line(config, tmp_path):
         opened(config, tokenizer=str(none))
     with pytest.raises(InputError, match=r"source=chat needs a tokenizer with a chat template"):
         opened(config, tokenizer=None)
+    data = DataConfig(source="chat", path="x", tokenizer=config["tokenizer"])
+    with pytest.raises(InputError, match="model has another chat template than .*none, which is"):
+        with_models_tokenizer(data, none)
+    other = data.model_copy(update={"tokenizer": str(none)})
+    mine = f"{config['tokenizer']}/tokenizer.json"  # which has the template
+    for given in (other, data):
+        assert with_models_tokenizer(given, Path(config["tokenizer"])).tokenizer == mine
     forgets = with_template(tmp_path / "forgets", FORGETS)
     data = opened(config, tokenizer=str(forgets))  # conversations of one turn are used
     turns = [len(record["messages"]) // 2 for record in talks(40)]

@@ -128,8 +128,15 @@ def test_loss_is_on_what_the_assistant_says_in_published_templates(template, tmp
     tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
     messages = [*pair("Q one", "First answer "), *pair("R two", "Zwei")]
     text, spans = chat.render(tokenizer, {"messages": messages}, "assistant")
-    end = ENDS.get(family, "<|eot_id|>")
-    assert [text[a:b] for a, b in spans] == [said.format(end) for said in PUBLISHED[template]]
+    said = [said.format(ENDS.get(family, "<|eot_id|>")) for said in PUBLISHED[template]]
+    assert [text[a:b] for a, b in spans] == said
+    begun = {"messages": messages[1:]}  # by the assistant, after what the template says itself
+    if template in ("llama2", "mistral-v1", "mistral"):
+        with pytest.raises(chat.Refused, match="roles must alternate"):
+            chat.render(tokenizer, begun, "assistant")
+    else:
+        text, spans = chat.render(tokenizer, begun, "assistant")
+        assert [text[a:b] for a, b in spans] == said
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MASKS["templates"]["chatml"]])

@@ -80,6 +80,12 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     assert [documents[name] in train for name in names] == [True, True, False, False]
     assert val == "<|endoftext|>" + documents["validation"]
     assert "; left out 1 files of a test split (test." in data.description
+    config.val_path = write(tmp_path / f"mine.{kind}", content)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    again = data.tokenizer.decode(data.train.read(0, len(data.train)))
+    assert again == train
+    assert f"; left out 1 files of a validation split (validation.{kind})" in data.description
+    config.val_path = None
     write(tmp_path / "data" / f"more.{kind}", content)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     expected = {

@@ -92,6 +92,16 @@ def test_what_a_folder_leaves_out_is_said(tmp_path, monkeypatch):
         find_files("shards", str(tmp_path))
 
 
+def test_json_about_a_dataset_is_no_data(tmp_path):
+    for name in ("dataset_infos.json", "data/a.json", "data/state.json", "info.json"):
+        write(tmp_path / name, "{}")
+    for kind, more in (("jsonl", []), ("chat", []), ("text", ["data/state.json"])):
+        found = find_files(kind, str(tmp_path))
+        cards = ["dataset_infos.json"] * (kind == "text")
+        assert [name for name, _ in found.files] == ["data/a.json", *more, *cards, "info.json"]
+        assert ("2 about a dataset (data/state.json, ...)" in found.left_out) == (not more)
+
+
 def test_the_files_of_a_folder_that_a_pattern_matches_are_said_to_be_left_out(tmp_path):
     for name in ("a.txt", "sub/b.txt", "sub/c.txt"):
         write(tmp_path / name, "x")

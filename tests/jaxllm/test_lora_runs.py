@@ -12,6 +12,7 @@ from training_runs import error_of, final_state, write_tiny
 import train
 from jaxllm.infer import evaluate, generate
 from jaxllm.weights import convert
+from jaxllm.weights.pretrained import open_weights
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 
@@ -61,6 +62,12 @@ def test_a_run_becomes_a_folder_of_peft_and_a_merged_model(runs, capsys):
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
         path.name for path in (folder / "peft").iterdir()
     }
+    said = capsys.readouterr().out
+    assert "the adapters of step 4 as a folder of peft\n" in said
+    weights, empty = open_weights(folder / "lora"), folder / "of_run"
+    weights.base = open_weights(folder / "run")
+    empty.mkdir()
+    assert f"cannot read their base {folder / 'run'}: name" in convert._to_peft(weights, empty)
     with safe_open(folder / "merged" / "model.safetensors", "numpy") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
     assert convert.main([str(folder / "merged"), str(folder / "again_run")]) == 0

@@ -50,6 +50,20 @@ def test_the_streamed_text_continues_the_prompt(family):
         assert stream.text == text
 
 
+def test_a_text_after_a_long_character_is_decoded_with_all_of_it(family):
+    """Llama 2 has 18 bytes of a family, which are a text only as a whole."""
+    tokenizer, _ = family
+    for said in ("👩‍👩‍👧", "_ so", "👍 so"):
+        prompt, whole = (tokenizer.prompt(f"A 👩‍👩‍👧{more}") for more in ("", said))
+        assert whole[: len(prompt)] == prompt
+        stream = Text(tokenizer, prompt)
+        for token in whole[len(prompt) :]:
+            stream.add(token)
+        text = tokenizer.decode(whole, special=False)
+        assert stream.text == text.removeprefix(tokenizer.decode(prompt, special=False))
+        assert stream.text == said or 3 in whole  # a Unigram's unknown piece
+
+
 def test_beginnings_and_ends_are_those_of_transformers(family):
     tokenizer, right = family
     assert (tokenizer.bos, tokenizer.eos) == (right["bos"], right["eos"])

@@ -82,12 +82,13 @@ SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
     ({"generation_config": {"eos_token_id": 1, "max_length": 20, "top_k": None}}, {}, ""),
     ({"generation_config": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}},
      {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
-     "applied: temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1"),
+     "applied by default: temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1"),
     ({"generation_config": {"do_sample": False, "top_k": 0}},
-     {"temperature": 0.0, "top_k": 0}, "applied: top_k=0, temperature=0.0"),
+     {"temperature": 0.0, "top_k": 0}, "applied by default: top_k=0, temperature=0.0"),
     ({"config": {"min_p": 0.1, "no_repeat_ngram_size": 1, "num_beams": 1, "typical_p": 1.0}},
      {"min_p": 0.1},
-     "applied: min_p=0.1; not applied, remove them to silence this: no_repeat_ngram_size=1"),
+     "applied by default: min_p=0.1; not applied, remove them to silence this:"
+     " no_repeat_ngram_size=1"),
     ({"config": {"repetition_penalty": 2.0}, "generation_config": {"suppress_tokens": [7]}},
      {}, "not applied, remove them to silence this: suppress_tokens=[7]"),
 ]  # fmt: skip
@@ -104,6 +105,22 @@ def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
         line = f"settings of {found.folder}, {said}" if said else ""
         assert (found.sampling, found.describe_sampling()) == (settings, line)
     assert settings.items() <= sampling(**settings).model_dump().items()
+
+
+def test_adapters_with_a_tokenizer_end_and_sample_as_their_base(tmp_path):
+    """Trainers with peft save the tokenizer beside the adapters, but not generation_config.json."""
+    settings = {"eos_token_id": [293, 295], "do_sample": True, "temperature": 0.6}
+    folder_of(tmp_path / "base", generation_config=settings, config={"bos_token_id": 296})
+    own, named = {"eos_token": "<b>"}, {"base_model_name_or_path": "../base"}
+    tokenizer = folder_of(tmp_path / "own", tokenizer_config=own, adapter_config=named)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (296, 294, {293, 295})
+    tokenizer.copy_to(tmp_path / "run")
+    found = tokenizer.export_to(tmp_path / "merged")
+    assert (found["bos_token_id"], found.get("eos_token_id")) == (296, None)
+    for name in ("run", "merged"):
+        copy = Tokenizer(tmp_path / name)
+        assert (copy.eos, copy.ends) == (294, {293, 295})
+        assert copy.sampling[0] == tokenizer.sampling[0] == {"temperature": 0.6, "top_k": 50}
 
 
 @pytest.mark.parametrize("around", [(0, 1), (0,), (1,), ()])
