@@ -24,7 +24,7 @@ CHANGEABLE = frozenset(
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
     train.verify_every train.on_corruption
     train.deterministic train.autotune train.tracker train.fp8 model.kernels
-    model.remat data.prefetch data.cache_dir data.path data.val_path
+    model.remat model.init_from data.prefetch data.cache_dir data.path data.val_path data.tokenizer
     mesh.data mesh.fsdp mesh.context mesh.tensor
     mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
     sample.temperature sample.top_k sample.top_p sample.seed profile.steps
