@@ -15,6 +15,7 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
+from jaxllm.config.loading import flat
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
 from jaxllm.sharding import put
@@ -103,6 +104,14 @@ class RunWeights:
                 raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
         if stored:
             raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
+        # What no shape shows, such as norm_eps or the scale of adapters: config.yaml may be edited.
+        ours, saved = flat(self.config.model_dump()), flat(page.get("config", {}).get("model", {}))
+        for key in sorted(saved.keys() & ours.keys() - _FREE - {"max_seq_len"}):
+            if ours[key] != saved[key]:
+                raise InputError(
+                    f"model.{key}={ours[key]!r} in {self.folder / 'config.yaml'} differs from"
+                    f" {saved[key]!r} of {where}; change it back"
+                )
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
