@@ -25,6 +25,7 @@ NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
 }
 NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
 FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD", "JAX_DISABLE_JIT")
+FOREIGN += ("JAX_DEFAULT_PRNG_IMPL", "JAX_RANDOM_SEED_OFFSET", "JAX_THREEFRY_", "JAX_DEBUG_INFS")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "chat": ("jaxllm.infer.chat", "talk with a chat model"),
@@ -66,7 +67,8 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
-    # Of a user's other programs: float64 numbers, and errors of optax, transfers, compilation.
+    # Of a user's other programs: float64 numbers, other random ones, and errors of optax, transfers,
+    # compilation, and infinities that we mean.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
         del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use

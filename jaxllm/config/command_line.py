@@ -126,6 +126,8 @@ def exit_status(
         why = _no_device()
         if "determine home directory" in str(error):
             why = "no home directory for ~: set HOME, or name the folder in full"
+        if re.search("for (JAX flag|environment) ", str(error)):  # jax reads them as it is imported
+            why = f"{error}: set another value, or unset it"
         if why is None:
             raise
         error_line(why)
