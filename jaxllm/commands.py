@@ -67,8 +67,8 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
-    # Of a user's other programs: float64 numbers, other random ones, and errors of optax, transfers,
-    # compilation, and infinities that we mean.
+    # Of a user's other programs: float64 numbers, other random ones, errors of optax, transfers,
+    # compilation, infinities.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
         del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use
