@@ -16,7 +16,7 @@ from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.config.loading import flat
-from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax, unreadable
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.weights import adapters
@@ -49,9 +49,7 @@ class RunWeights:
                 checkpoints, options=ocp.CheckpointManagerOptions(read_only=True)
             )
         except Exception as e:  # it reads the metrics of every checkpoint
-            raise InputError(
-                f"a checkpoint in {checkpoints} is damaged ({in_short(e)}); delete its folder"
-            ) from e
+            raise unreadable(checkpoints, e) from e
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
