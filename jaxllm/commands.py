@@ -21,6 +21,7 @@ _SAME += " prompt_toolkit matplotlib"
 NEEDED = {name: name for name in _SAME.split()}  # pyproject.toml has them: {distribution: module}
 NEEDED.update({"orbax-checkpoint": "orbax", "pyyaml": "yaml", "tensorboardx": "tensorboardX"})
 FOREIGN = ("JAX_ENABLE_X64", "JAX_NUMPY_", "JAX_TRANSFER_GUARD", "JAX_DISABLE_JIT")
+FOREIGN += ("JAX_DEFAULT_PRNG_IMPL", "JAX_RANDOM_SEED_OFFSET", "JAX_THREEFRY_", "JAX_DEBUG_INFS")
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "chat": ("jaxllm.infer.chat", "talk with a chat model"),
@@ -62,7 +63,8 @@ def run(name, words=None):
     flag = _unknown_flag()
     if flag:
         return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
-    # Of a user's other programs: float64 numbers, and errors of optax, transfers, compilation.
+    # Of a user's other programs: float64 numbers, other random ones, errors of optax, transfers,
+    # compilation, infinities.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
         del os.environ[setting]
     if name == "convert":  # it needs no GPU, whose memory another process may use

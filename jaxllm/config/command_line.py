@@ -21,8 +21,8 @@ from jaxllm.errors import InputError, RunError, error_line, memory_errors
 CHANGEABLE = """
 train.steps train.grad_accum train.log_every train.eval_every train.eval_batches train.fp8
 train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips train.autotune
-train.verify_every train.on_corruption train.deterministic train.tracker
-model.kernels model.remat data.prefetch data.cache_dir data.path data.val_path
+train.verify_every train.on_corruption train.deterministic train.tracker model.kernels model.remat
+model.init_from data.prefetch data.cache_dir data.path data.val_path data.tokenizer
 """.split()
 
 # Those that it may change if the command line says so: the state fits, but the losses differ.
@@ -115,6 +115,8 @@ def exit_status(
         why = _no_device()
         if "determine home directory" in str(error):
             why = "no home directory for ~: set HOME, or name the folder in full"
+        if re.search("for (JAX flag|environment) ", str(error)):  # jax reads them as it is imported
+            why = f"{error}: set another value, or unset it"
         if why is None:
             raise
         error_line(why)

@@ -121,8 +121,9 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
                 f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
                 " remove it"
             )
-        meant = re.sub(r"\blr\b", "learning_rate", key)
-        near = difflib.get_close_matches(meant, known, n=1, cutoff=0.5)
+        meant = re.sub(r"\blr\b", "learning_rate", key.lower())
+        near = [other for other in known if other.endswith(f".{meant.rpartition('.')[2]}")]
+        near = near or difflib.get_close_matches(meant, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"unknown key {key}{where}{hint}")
 

@@ -70,7 +70,9 @@ class DataConfig(Section):
         description="what is done with a conversation of more than train.seq_len + 1 tokens",
     )
     shuffle: bool = Field(True, description="draw a new random order of the samples each epoch")
-    prefetch: Natural = Field(8, description="number of batches to read ahead; 0: none")
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(  # batches fill the memory
+        8, description="number of batches to read ahead; 0: none"
+    )
 
     @model_validator(mode="after")
     def _check(self):

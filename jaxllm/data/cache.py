@@ -115,12 +115,14 @@ def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> d
     stat = path.stat()
     key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = cache / "files" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(note.read_text())
+    with contextlib.suppress(OSError, ValueError, TypeError):  # older notes have no digest
+        fact, noted = json.loads(note.read_text())
+        if noted == digest(fact):
+            return fact
     fact = compute()
     # A cache that cannot be written costs time at the next start, but must not fail this run.
     with contextlib.suppress(OSError):
-        write_json(note, fact)
+        write_json(note, [fact, digest(fact)])
     return fact
 
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxllm.data.cache import build_once, digest
+from jaxllm.data.cache import build_once, digest, file_digest
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, hold_out_rank
 from jaxllm.errors import InputError
-from jaxllm.files import write_json
+from jaxllm.files import read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import AROUND, Tokenizer, train_tokenizer
 
@@ -118,12 +118,18 @@ def cached_tokenizer(
                 if characters >= _TOKENIZER_TEXT:
                     return
 
+    def build(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        train_tokenizer(texts(), vocab_size, path)
+        write_json(folder / "written.json", {"sha256": file_digest(cache, path)})
+
     key = digest("bpe", VERSION, content, held_out, vocab_size)[:16]
-    folder = build_once(
-        cache / f"tokenizer-{key}",
-        lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json"),
-    )
-    return folder / "tokenizer.json"
+    folder = build_once(cache / f"tokenizer-{key}", build)
+    path, written = folder / "tokenizer.json", folder / "written.json"  # older ones have no hash
+    if path.exists() and written.exists():
+        if read_json(written).get("sha256") != file_digest(cache, path):
+            raise InputError(f"{path} is damaged: it has changed; delete {folder}")
+    return path
 
 
 def cached_tokens(

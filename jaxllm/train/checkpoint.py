@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax, unreadable
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 
 
@@ -58,9 +58,7 @@ class Checkpoints:
         try:
             return self.manager.latest_step()
         except Exception as e:
-            raise InputError(
-                f"a checkpoint in {self.directory} is damaged ({in_short(e)}); delete its folder"
-            ) from e
+            raise unreadable(self.directory, e) from e
 
     def samples(self, step: int, fingerprint: str) -> int:
         """Number of samples that the run had taken at `step`: the data position to resume from.

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig, SampleConfig
-from jaxllm.config.command_line import check_exists
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError
@@ -58,7 +57,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
     """Opens the weights of model.init_from, or returns None.
 
     newest: the step to resume from; then only adapters need them, and take their base as the
-    checkpoint names it.
+    checkpoint names it, or as model.init_from does if that has moved.
     Raises InputError if they belong to another model.
     """
     if not config.model.init_from:
@@ -69,8 +68,8 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
         return None
     else:
         base = Base(**checkpoints.about(newest)["base"])
-        check_exists(Path(base.path), "the adapters' base ")
-        weights = open_weights(base.path, base.step)
+        moved = not Path(base.path).exists()
+        weights = open_weights(config.model.init_from if moved else base.path, base.step)
     check_weights(weights, config)
     return weights
 
@@ -150,6 +149,12 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
         emit(
             f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
             " the others cost memory and time, and are never read"
+        )
+    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+    if warmup > steps:
+        emit(
+            f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
+            f" rate ends at {steps / warmup:.3g} of its peak"
         )
     emit(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":

@@ -37,7 +37,7 @@ def _run(argv: list[str] | None) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
     gpus = None if arguments.dry_run == "here" else arguments.dry_run
-    check_input(config, opens_data=arguments.dry_run is None)
+    check_input(config, arguments.dry_run is None, arguments.resume)
     if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
@@ -79,10 +79,11 @@ def _train(arguments: argparse.Namespace) -> int:
     return status
 
 
-def check_input(config: Config, opens_data: bool) -> None:
+def check_input(config: Config, opens_data: bool, resume: bool) -> None:
     """Raises InputError for a valid configuration that cannot be trained, or names missing files.
 
     Does not import JAX, which takes seconds.
+    resume: the initial weights are in the checkpoint, but for the base of adapters.
     """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
@@ -92,7 +93,8 @@ def check_input(config: Config, opens_data: bool) -> None:
             )
     if not opens_data:
         return
-    if config.model.init_from is not None:
+    adapts = getattr(config.model, "lora", None) is not None
+    if config.model.init_from is not None and (adapts or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(config.data)
     check_tracker(config)
@@ -158,9 +160,8 @@ class Run:
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
-            saved, free = self.checkpoints.about(newest), {"data.tokenizer", "model.init_from"}
-            free |= command_line.RATE  # config.yaml may be newer; files may have moved
-            now = config.model_dump()
+            saved, now = self.checkpoints.about(newest), config.model_dump()
+            free = command_line.RATE  # config.yaml may be newer
             changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset)
@@ -188,7 +189,7 @@ class Run:
         try:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
-            raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
+            raise InputError(f"cannot write to {e.filename or out_dir}: {e.strerror}") from e
         if (lost := saved.get("rows", 0) - self.log.rows) > 0:
             self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
 

@@ -17,7 +17,8 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
-from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
+from jaxllm.config.loading import flat
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax, unreadable
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.weights import adapters
@@ -50,9 +51,7 @@ class RunWeights:
         try:
             self._manager = ocp.CheckpointManager(checkpoints, options=options)
         except Exception as e:  # it reads the metrics of every checkpoint
-            raise InputError(
-                f"a checkpoint in {checkpoints} is damaged ({in_short(e)}); delete its folder"
-            ) from e
+            raise unreadable(checkpoints, e) from e
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -111,6 +110,14 @@ class RunWeights:
         where = f"checkpoint {self._place}"
         if different := difference(stored, wanted):
             raise InputError(f"{where}: {different}")
+        # What no shape shows, such as norm_eps or the scale of adapters: config.yaml may be edited.
+        ours, saved = flat(self.config.model_dump()), flat(page.get("config", {}).get("model", {}))
+        for key in sorted(saved.keys() & ours.keys() - _FREE - {"max_seq_len"}):
+            if ours[key] != saved[key]:
+                raise InputError(
+                    f"model.{key}={ours[key]!r} in {self.folder / 'config.yaml'} differs from"
+                    f" {saved[key]!r} of {where}; change it back"
+                )
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:

@@ -81,8 +81,7 @@ def scratch(s: Schedule) -> dict:
 def weighs_early(s: Schedule) -> bool:
     """Whether P is computed before it is known whether m stays: 7% faster, given registers.
 
-    In three warpgroups a thread has 168; above D = 160 O takes 96 or more, and a window's mask takes
-    some.
+    In three warpgroups a thread has 168, above D = 160 O takes 96 or more, a window's mask some.
     """
     return s.wgs == 2 and s.width <= 160 and s.visits.window is None
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import config as configs
 from jaxllm.errors import InputError, RunError, memory_errors, quiet_orbax
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights.checksums import array_checksums
+from jaxllm.weights.pretrained import RunWeights
 
 ABOUT = {"samples": 0}
 
@@ -122,6 +124,24 @@ def test_damage_is_reported_with_the_previous_checkpoint(tmp_path):
     array.write_bytes(array.read_bytes()[:-99_999])
     with pytest.raises(InputError, match="there is no earlier one: start a new run"):
         Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path):
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state(step), ABOUT, 4.0)
+    checkpoints.close()
+    metrics = folder / "1" / "metrics" / "metrics"
+    metrics.write_bytes(b"")
+    (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    for reads in (Checkpoints(folder, keep=2).newest, lambda: RunWeights(tmp_path)):
+        with pytest.raises(
+            InputError, match=rf"checkpoint {folder}/1 is damaged .*delete {metrics}"
+        ):
+            reads()
+    metrics.unlink()
+    assert Checkpoints(folder, keep=2).newest() == 2
 
 
 def test_a_checkpoint_under_the_name_of_another_is_damage(tmp_path):

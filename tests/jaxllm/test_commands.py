@@ -88,6 +88,10 @@ def test_an_unknown_command_is_one_line(words, message, capsys):
         ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),
         ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device; unset it"),
         (
+            {"JAX_DEFAULT_MATMUL_PRECISION": "x"},
+            'Invalid value "x" for JAX flag jax_default_matmul_precision: set another value, or',
+        ),
+        (
             {"XLA_FLAGS": "--xla_dump_to=/tmp --xla_gpu_autotune_leve=4"},
             "XLA_FLAGS has --xla_gpu_autotune_leve, which XLA here does not know: remove it",
         ),
@@ -102,14 +106,19 @@ def test_a_wrong_environment_is_one_line(setting, message):
 
 
 def test_settings_for_other_programs_do_not_reach_a_command():
-    """With 64 bits parameters would be float64; optax promotes integers to floats."""
+    """With 64 bits parameters would be float64; optax promotes integers to floats.
+
+    Another generator draws other weights, and the window of losses begins with infinities.
+    """
     settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     settings |= {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_TRANSFER_GUARD": "disallow"}
-    settings["JAX_DISABLE_JIT"] = "1"
+    settings |= {"JAX_DISABLE_JIT": "1", "JAX_DEBUG_INFS": "1", "JAX_RANDOM_SEED_OFFSET": "3"}
+    settings |= {"JAX_THREEFRY_PARTITIONABLE": "0", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
     show = "; ".join(f"print(jax.config.{name.lower()})" for name in settings)
     words = f"try: main(['generate', '--help'])\nexcept SystemExit: import jax; {show}"
     done = python("-c", f"from jaxllm.commands import main\n{words}", environment=settings)
-    assert done.stdout.split()[-5:] == ["False", "standard", "allow", "None", "False"], done
+    found = "False standard allow None False False 0 True threefry2x32".split()
+    assert done.stdout.split()[-9:] == found, done
 
 
 @pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", "prepare"]], ids=str)

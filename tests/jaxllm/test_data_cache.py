@@ -64,6 +64,8 @@ def test_large_files_are_hashed_once_until_they_change(tmp_path):
     first = file_digest(tmp_path / "cache", path)
     (note,) = (tmp_path / "cache/files").iterdir()
     assert first in note.read_text()
+    note.write_text(note.read_text().replace(first, first[::-1]))
+    assert file_digest(tmp_path / "cache", path) == first
     path.write_bytes(bytes(5 << 20) + b"x")
     second = file_digest(tmp_path / "cache", path)
     os.utime(path, ns=(0, 0))

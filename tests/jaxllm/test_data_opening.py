@@ -143,6 +143,12 @@ def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
         with pytest.raises(InputError, match=f"{name} is damaged: its tokens have changed"):
             open_dataset(config, seq_len=T, seed=0, vocab_size=None)
         write(counts.parent / name, content)
+    (trained,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
+    content = trained.read_bytes()
+    trained.write_bytes(content.replace(b'"version"', b'"Version"'))
+    with pytest.raises(InputError, match=r"tokenizer\.json is damaged: it has changed; delete"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    trained.write_bytes(content)
     counts.unlink()  # as what cleans /tmp and ~/.cache may do
     with pytest.raises(InputError, match=r"counts\.json cannot be read"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)

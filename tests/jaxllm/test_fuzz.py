@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import CONFIG_DIR, Config, command_line, load
@@ -144,6 +144,7 @@ def test_json_lines(content):
 
 @bounded
 @given(content=st.one_of(st.binary(max_size=60), lines_of_json))
+@example(content=b"[" * 100_000)
 def test_metrics_files(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"

@@ -39,6 +39,15 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
         assert model(jnp.array([ids])).shape[:2] == (1, len(ids))
         found.append(loaded.generate(text, tokens=6, temperature=0))
     assert found[0] == found[1] != ""
+    page = tmp_path / "run" / "config.yaml"
+    content = page.read_text()
+    page.write_text(content.replace("compute_dtype: bfloat16", "compute_dtype: float32"))
+    assert jaxllm.load(page.parent).config.compute_dtype == "float32"
+    page.write_text(content.replace("norm_eps: 1.0e-05", "norm_eps: 1.0e-04"))
+    with pytest.raises(
+        InputError, match=r"model\.norm_eps=0\.0001 in .*yaml differs from 1e-05 of"
+    ):
+        jaxllm.load(page.parent)
 
 
 def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):

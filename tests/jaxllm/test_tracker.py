@@ -4,10 +4,12 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from training_runs import error_of
 
+from jaxllm.train import metrics
 from jaxllm.train.metrics import RunLog, Wandb, read_metrics
 
 ROW = dict(loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
@@ -37,6 +39,20 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path, capsys):
     assert list((tmp_path / "tensorboard").glob("events*"))
     out = capsys.readouterr().out
     assert out.count("stopped writing values for wandb (the service is gone)") == 1
+
+
+def test_evaluations_draw_for_a_twentieth_of_the_time(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(metrics, "draw_loss", lambda *_: drawn.append(time.sleep(0.1)))
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    for step in range(1, 10):
+        log.evaluation(step, 3.0)
+    assert len(drawn) == 1
+    log.draws_from -= 2.5
+    log.evaluation(10, 3.0)
+    log.draw()  # at the end always
+    log.close()
+    assert len(drawn) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="of the extra wandb")

@@ -328,7 +328,7 @@ class TestFinishedRun:
         assert capsys.readouterr().out.startswith("the ")
         (newest / "metrics" / "metrics").write_text("{")
         assert generate.main(command) == 2
-        assert f"a checkpoint in {copy / 'checkpoints'} is damaged" in capsys.readouterr().err
+        assert f"error: checkpoint {newest} is damaged" in capsys.readouterr().err
 
     @pytest.mark.slow  # test_processes.py continues on other devices, too
     def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):

@@ -48,9 +48,15 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
 
 
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
-def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted, capsys):
-    config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
+def test_odd_sizes_are_mentioned(tiny, vocab_size, noted, capsys):
+    """A vocabulary far larger than the data's, and a warm-up that the run does not finish."""
+    sizes = {"model.vocab_size": str(vocab_size), "train.steps": str(5 - noted)}
+    config = configs.load(str(tiny), sizes)
     data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
     launch.print_header(Trainer(config, make_mesh(config.mesh)), data)
-    note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
-    assert (note in capsys.readouterr().out) == noted
+    said = capsys.readouterr().out
+    for note in (
+        f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size",
+        "optimizer.warmup_steps=5 exceeds train.steps=4: the learning rate ends at 0.8 of its peak",
+    ):
+        assert (note in said) == noted

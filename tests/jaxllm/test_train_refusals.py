@@ -16,6 +16,7 @@ from jaxllm.errors import InputError
 from jaxllm.train import launch, run
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.process import lock_directory
+from jaxllm.train.run import check_input
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
@@ -100,6 +101,14 @@ def test_a_run_does_not_begin_in_a_folder_of_something_else(name, what, tiny, ca
     (tmp_path / "x" / name).write_text("")
     message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x")
     assert f"x already holds {what}; name another" in message
+
+
+def test_a_resumed_run_needs_no_initial_weights_but_a_base(tiny):
+    lora = {"model.lora.rank": "4"}
+    for more, resume, refused in (({}, True, False), ({}, False, True), (lora, True, True)):
+        config = configs.load(str(tiny), {"model.init_from": "/nothing", **more})
+        with pytest.raises(InputError, match="init_from") if refused else contextlib.nullcontext():
+            check_input(config, True, resume)
 
 
 def test_checkpoints_are_not_written_where_orbax_loses_them(tmp_path):
