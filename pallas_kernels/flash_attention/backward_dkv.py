@@ -32,14 +32,13 @@ from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
 
 def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
-    """The fastest on an H100; docs/attention.md has the others."""
+    """The fastest on an H100; docs/attention.md has the others.  In pairs if a block has ROWS."""
     if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
         return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 128:
         return Tiles(2, 64, 4, False, 32)
     if head_dim <= 160 and softcap is None:
         return Tiles(2, 64, 2, False, 32)
-    # Two warpgroups for the same 64 keys.
     return Tiles(2, 64, 3 if head_dim <= 192 else 2, False, 32, ROWS)
 
 

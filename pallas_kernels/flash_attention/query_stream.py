@@ -36,8 +36,7 @@ def ahead(s: Schedule) -> int:
 def runs_on(s: Schedule) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
 
-    That takes 2.92 instead of 3.16 ms at T = 16384 and D = 128 (H200).  D = 96 lacks the slot, and
-    without a causal mask 4 bytes would spill.
+    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask.
 
     A slot then stays taken for a step more.  In halves a step loads before it frees one, so its
     ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
