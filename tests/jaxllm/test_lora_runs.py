@@ -73,7 +73,8 @@ def test_a_run_becomes_a_folder_of_peft_and_a_merged_model(runs, capsys):
     weights, empty = open_weights(folder / "lora"), folder / "of_run"
     weights.base = open_weights(folder / "run")
     empty.mkdir()
-    assert f"cannot read their base {folder / 'run'}: name" in convert._to_peft(weights, empty)
+    said = convert._to_ours(weights, empty, empty, None, merge=False)
+    assert f"cannot read their base {folder / 'run'}: name" in said
     with safe_open(folder / "merged" / "model.safetensors", "numpy") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
     assert convert.main([str(folder / "merged"), str(folder / "again_run")]) == 0

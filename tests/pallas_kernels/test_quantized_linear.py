@@ -167,8 +167,9 @@ def test_the_number_of_rows_decides(monkeypatch, rows, kernels):
     ids=["int4", "int8", "2:4"],
 )
 def test_the_plan_of_many_rows_fits_an_sm(m, k, options):
-    p = gemm.plan(m, jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 4096))))
-    slot = 8 * (512 * p.parts + 32 * p.groups * (1 + p.asymmetric))
+    weight = jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 4096)))
+    p = gemm.plan(m, weight)
+    slot = 8 * (512 * p.parts + 32 * p.groups * (1 + (weight.offsets is not None)))
     assert p.stages * 128 * p.rows + p.slots * slot <= 226 * 1024
     assert p.slots >= 2
     assert p.splits <= p.turns
