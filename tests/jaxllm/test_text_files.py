@@ -114,7 +114,8 @@ def test_adapters_with_a_tokenizer_end_and_sample_as_their_base(tmp_path):
     own, named = {"eos_token": "<b>"}, {"base_model_name_or_path": "../base"}
     tokenizer = folder_of(tmp_path / "own", tokenizer_config=own, adapter_config=named)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (296, 294, {293, 295})
-    tokenizer.copy_to(tmp_path / "run")
+    for name in ("run", "merged"):
+        tokenizer.copy_to(tmp_path / name)
     found = tokenizer.export_to(tmp_path / "merged")
     assert (found["bos_token_id"], found.get("eos_token_id")) == (296, None)
     for name in ("run", "merged"):

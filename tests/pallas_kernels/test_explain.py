@@ -32,7 +32,7 @@ def test_without_a_gpu_it_is_the_plan_for_an_h100():
     assert forward.bytes == 2 * 1024 * 4096 * 2 + 2 * 4096 * 4
     assert forward.limits(found.tops) == {"memory": pytest.approx(forward.bytes / 2.95e6)}
     assert forward.kernels[0].tiles[0] == "float32[4, 4]"  # sums of four warps
-    assert "          tiles float32[2, 4, 4]" in str(found)
+    assert "          tiles float32[4, 4]" in str(found)
     assert "on an H100 (here is no GPU)" in str(found)
     assert "floor     5.7 us (memory 5.7 us)" in str(found)
     assert dispatch.decisions() == []  # it was a rehearsal
