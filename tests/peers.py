@@ -1,6 +1,7 @@
 """Times the peers of docs/benchmarks.md and docs/vlstm.md on this GPU in one run with ours.
 
     python tests/peers.py attention             ours, JAX (cuDNN, XLA), FA3, tokamax, PyTorch
+    python tests/peers.py attention 4,2048,32,32,80      one call: rows, tokens, heads, kv heads, D
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
@@ -63,7 +64,9 @@ def rows(results: dict[str, dict], failed: dict[str, str]) -> None:
         show(name, **columns)
 
 
-def attention() -> None:
+def attention(call: str | None = None, full: bool = False, window: int | None = None) -> None:
+    """call: B,T,H,K,D of one call, not causal if `full`; None: those of the benchmark."""
+
     def tokamax(q, k, v, *, causal, implementation):
         import tokamax
 
@@ -74,9 +77,14 @@ def attention() -> None:
     def fa3(q, k, v, *, causal):
         from dew_flash_attn import flash_mha
 
-        return flash_mha(q, k, v, is_causal=causal)
+        size = (-1, -1) if window is None else (window - 1, 0)
+        return flash_mha(q, k, v, is_causal=causal, window_size=size)
 
     chosen = [c for c in cases.CASES if c.op == "attention" and c.variant in ("", "full")]
+    if call is not None:
+        sizes = (dict(zip("BTHKD", map(int, call.split(",")), strict=True)),)
+        options = {"causal": not full} | ({} if window is None else {"window": window})
+        chosen = [cases.attention("full" if full else "", sizes, **options)]
     for case, sizes in ((c, sizes) for c in chosen for sizes in c.sizes):
         print(f"attention {case.variant} {text(sizes)}, ms")
         causal = case.options["causal"]
@@ -379,9 +387,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("attention", "vlstm", "quantized_linear", "train"))
-    parser.add_argument("config", nargs="?", help="for train, such as gpt2_124m")
+    parser.add_argument("config", nargs="?", help="for train, gpt2_124m; a call of attention")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
     parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
+    parser.add_argument("--full", action="store_true", help="for attention: not causal")
+    parser.add_argument("--window", type=int, help="for attention")
     parser.add_argument("--fp8", help="for train: torchao's recipe, tensorwise or rowwise")
     a = parser.parse_args()
     if a.what == "train":
@@ -400,7 +410,10 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         print(f"error: the platform is {jax.default_backend()}, not gpu", file=sys.stderr)
         return 2
-    {"attention": attention, "vlstm": vlstm, "quantized_linear": quantized_linear}[a.what]()
+    if a.what == "attention":
+        attention(a.config, a.full, a.window)
+    else:
+        {"vlstm": vlstm, "quantized_linear": quantized_linear}[a.what]()
     return 0
 
 

@@ -206,7 +206,8 @@ def test_an_unknown_option_is_one_line(capsys):
     assert capsys.readouterr().err == "error: unrecognized arguments: --foo; see --help\n"
 
 
-def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch):
+@pytest.mark.parametrize("call", [None, "1,64,2,1,64"])
+def test_peers_that_are_not_there_say_so_beside_ours(call, times, capsys, monkeypatch):
     case = next(c for c in CASES if c.op == "attention")
     tiny = dict(zip("BTHKD", (1, 64, 2, 1, 64), strict=True))
     monkeypatch.setattr(cases, "CASES", [dataclasses.replace(case, sizes=(tiny,))])
@@ -214,10 +215,10 @@ def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch)
         public = compiling.public
         on_xla = lambda case, **options: public(case, **options | {"implementation": "xla"})
         monkeypatch.setattr(compiling, "public", on_xla)
-    peers.attention()
+    peers.attention(call, full=call is not None)
     rows = {line[2:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
     assert "forward 2  forward+backward 2" in rows["jaxllm"]
-    assert "forward 2  forward+backward 2" in rows["JAX XLA"]
+    assert call or "forward 2  forward+backward 2" in rows["JAX XLA"]
     if not ON_GPU:  # whether or not they are installed
         for peer in ("JAX cuDNN", "tokamax mosaic", "tokamax triton", "PyTorch CUDNN"):
             assert "failed" in rows[peer]
