@@ -387,7 +387,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("attention", "vlstm", "quantized_linear", "train"))
-    parser.add_argument("config", nargs="?", help="for train, gpt2_124m; a call of attention")
+    parser.add_argument("config", nargs="?", help="of train, or B,T,H,K,D of attention")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
     parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
     parser.add_argument("--full", action="store_true", help="for attention: not causal")
