@@ -37,9 +37,10 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
         return Tiles(2, 128, 3, True, 16)
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
         return Tiles(3, 64, 4, True, 16)
-    if head_dim <= 192:
-        return Tiles(2, 64, 3, head_dim <= 96, 16 if head_dim <= 96 else 8)
-    return Tiles(2, 64, 2, False, 16)  # as much as shared memory and registers hold
+    if head_dim <= 96:
+        return Tiles(2, 64, 3, True, 16)
+    # From 224 on as much as shared memory and registers hold.
+    return Tiles(2, 64, 3, False, 8) if head_dim <= 192 else Tiles(2, 64, 2, False, 16)
 
 
 def ahead(s: Schedule) -> int:

@@ -50,8 +50,9 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
     if head_dim <= 128:
         return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
     # The more columns O has, the fewer keys fit in registers and shared memory.
-    keys = 128 if head_dim <= 160 else 96 if head_dim <= (192 if packed else 224) else 64
-    return Tiles(2, keys, 2, False, 16)
+    if head_dim <= 160:
+        return Tiles(2, 128, 2, False, 16)
+    return Tiles(2, 96 if head_dim <= (192 if packed else 224) else 64, 2, False, 16)
 
 
 def v_stages(s: Schedule) -> int:

@@ -126,13 +126,9 @@ class Schedule(NamedTuple):
         return (low, high), (first, end)
 
     def buffer(self, n: int, rows: int, over_rows: bool = False):
-        """Shared memory for n tiles of that many rows, as TMA and wgmma want it.
-
-        over_rows: wgmma sums over the rows, in whole swizzles.
-        """
-        swizzled = math.gcd(rows, self.width) if over_rows else self.width
-        transforms = mosaic.wgmma_tiles(swizzled, self.dtype)
-        return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=transforms)
+        """Shared memory for n tiles; over_rows: wgmma sums over their rows, in whole swizzles."""
+        cols = math.gcd(rows, self.width) if over_rows else self.width
+        return mosaic.tiled(n, rows, self.width, dtype=self.dtype, cols=cols)
 
     def ids(self, n: int, rows: int):
         """Shared memory for n times that many ids, or None without segments."""
