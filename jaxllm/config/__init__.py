@@ -3,8 +3,8 @@
 model.py         the model sections
 sections.py      the other sections, and Config, which holds them all
 yaml_text.py     the YAML dialect of configurations
-loading.py       files and overrides -> Config, or a one-line error with the key and the value;
-                 the text of --help
+loading.py       files and overrides -> Config, or a one-line error with the key and the value
+describe.py      the text of --help
 command_line.py  the options of `jaxllm train`, and what all commands share
 """
 

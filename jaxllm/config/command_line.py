@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config.loading import CONFIG_DIR, INDENT, columns, flat, help_text, load
+from jaxllm.config.describe import INDENT, columns, help_text
+from jaxllm.config.loading import CONFIG_DIR, flat, load
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 

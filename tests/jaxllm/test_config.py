@@ -3,7 +3,8 @@ import pytest
 import pallas_kernels
 from jaxllm import config
 from jaxllm.config import CONFIG_DIR, InputError, command_line
-from jaxllm.config.loading import help_text, keys
+from jaxllm.config.describe import help_text
+from jaxllm.config.loading import keys
 from jaxllm.config.model import MODEL_CONFIGS, RopeScaling
 
 TYPES = ", ".join(MODEL_CONFIGS)  # in the order of the union
