@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm import sharding
 from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
 from jaxllm.layers.layer import Layer
@@ -115,7 +116,7 @@ class Float8(Dense):
 
         Inside `per_device` the scales are the whole arrays'.
         """
-        rows = x.size // x.shape[-1] // axis_size(*BATCH, "context")  # as of TOKENS
+        rows = x.size // x.shape[-1] // axis_size(*sharding.PARTS)
         return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)
 
 
