@@ -135,7 +135,9 @@ class Text:
         self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
         ids = [i for i in prompt if i not in self._hidden]
         start = max(0, len(ids) - _TAIL)
-        while start and ids[start] in tokenizer._bytes:  # bytes in a row are valid or not as one
+        while (
+            start and ids[start] in tokenizer.byte_tokens
+        ):  # a row of bytes is valid or not as one
             start -= 1
         self._ids = ids[start:]
         self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
@@ -165,7 +167,7 @@ class Text:
         self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
         # Its end may be the first bytes of a character, and bytes that are tokens make one text.
         unfinished = self.text.endswith("\N{REPLACEMENT CHARACTER}")
-        if not unfinished and token not in self._tokenizer._bytes:
+        if not unfinished and token not in self._tokenizer.byte_tokens:
             self._ids, self._begins = self._ids[-_TAIL:], self.text
             self._known, self.certain = len(self._ids), len(self.text)
 

@@ -123,9 +123,12 @@ def _of_model(folder: Path) -> Path:
     """The folder with the files about the model: of peft's adapters without any, their base."""
     own = any((folder / name).exists() for name in (GENERATION, "config.json", IDS))
     base = read_json(folder / ADAPTERS, optional=True).get("base_model_name_or_path")
-    if own or not isinstance(base, str):
-        return folder
-    return next((x for x in (Path(base).expanduser(), folder / base) if x.is_dir()), folder)
+    return (isinstance(base, str) and not own and find_base(folder, base)) or folder
+
+
+def find_base(folder: Path, name: str) -> Path | None:
+    """The folder of the base that adapters in `folder` name; None if there is none."""
+    return next((x for x in (Path(name).expanduser(), folder / name) if x.is_dir()), None)
 
 
 def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:

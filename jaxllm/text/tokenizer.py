@@ -52,7 +52,7 @@ class Tokenizer:
         self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.chat_templates = pages.template
         byte = re.compile("<0x[0-9A-F]{2}>")
-        self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
+        self.byte_tokens = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
         before, after = self._around(vocabulary)
         if (largest := max([*before, *after], default=0)) >= self.vocab_size:
@@ -339,7 +339,7 @@ class Tokenizer:
         if ends != named:
             value = ends[0] if len(ends) == 1 else ends
             if generates:
-                files.write_json(folder / "generation_config.json", page | {"eos_token_id": value})
+                files.write_json(folder / files.GENERATION, page | {"eos_token_id": value})
             else:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)

@@ -26,6 +26,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
 from jaxllm.sharding import put
+from jaxllm.text.files import ADAPTERS, find_base
 from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, open_safetensors
 from jaxllm.weights.huggingface_config import Page, validated
@@ -36,7 +37,7 @@ from pallas_kernels.quantized.formats import dequantize
 if TYPE_CHECKING:
     from jaxllm.weights.pretrained import RunWeights
 
-PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
+PAGE, ARRAYS = ADAPTERS, "adapter_model.safetensors"
 # What a page of peft may say besides what is off: it is read below, or changes no result.
 _FREE = set(
     """auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern
@@ -175,8 +176,7 @@ def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:
 
 
 def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable):
-    found = next((p for p in (Path(path).expanduser(), folder / path) if p.is_dir()), None)
-    if found is None:
+    if (found := find_base(folder, path)) is None:
         raise InputError(
             f"{folder} holds adapters of the base {path}, which is no folder here; put it there,"
             f" or, in a folder of peft, name another as base_model_name_or_path in {PAGE}"
