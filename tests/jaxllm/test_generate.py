@@ -235,7 +235,7 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
 class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
-    special, _bytes = {}, frozenset()
+    special, byte_tokens = {}, frozenset()
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
