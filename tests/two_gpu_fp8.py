@@ -6,8 +6,8 @@
 A line of JSON for each mesh and precision, to the screen and to $OUT/two_gpu_fp8.jsonl: tokens/s a
 GPU, memory, losses, and whether a second run of the same steps has the same bits.  --together: on
 all GPUs only, for a model that one does not hold.  Further words override settings of the
-configuration.  About 4 minutes on two H100s, and 2 for the 8B; `--dry` checks on eight CPU devices
-that it runs.
+configuration, those of the mesh on all GPUs only (`--mesh.data 2 --mesh.fsdp 1`).  About 4 minutes
+on two H100s, and 3 for the 8B; `--dry` checks on eight CPU devices that it runs.
 """
 
 import argparse
@@ -46,7 +46,10 @@ SMALL |= {"vocab_size": 256, "max_seq_len": 64, "kernels": "xla"}
 
 def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) -> dict:
     rows, width = a.rows, a.width
-    overrides = more | {"mesh.data": "1", "mesh.fsdp": str(gpus), "train.fp8": fp8}
+    mesh = {"mesh.data": "1", "mesh.fsdp": str(gpus)}
+    if gpus == 1:
+        more = {key: value for key, value in more.items() if not key.startswith("mesh.")}
+    overrides = mesh | more | {"train.fp8": fp8}
     overrides |= {"train.batch_size": str(gpus * rows), "train.seq_len": str(width)}
     overrides |= {"train.grad_accum": "1"}
     if DRY:
