@@ -34,7 +34,7 @@ TOKENS = 20  # three calls of 8 on a CPU; the last one is used in part
     ("name", "dtype", "options"),
     [(name, "float32", {}) for name in MODELS]
     + [slow(name, "bfloat16", {}) for name in MODELS]
-    + [slow("gpt2", "float32", NARROW), ("llama3", "float32", NARROW)]
+    + [slow("gpt2", "float32", NARROW), slow("llama3", "float32", NARROW)]
     + [("llama3", "float32", SWITCHED)],
 )
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype, options):
@@ -118,9 +118,9 @@ def test_a_float8_cache_of_a_vlstm_is_refused(capsys, monkeypatch, tmp_path):
     ("name", "fused"),
     [
         ("gpt2", False),
-        ("gpt2", True),
+        slow("gpt2", True),
         ("llama3", True),
-        ("vlstm", True),
+        slow("vlstm", True),
         slow("llama3", False),
         slow("vlstm", False),
     ],

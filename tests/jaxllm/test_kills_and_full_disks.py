@@ -104,6 +104,7 @@ def test_a_full_disk_does_not_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.slow  # what goes on is shown above
 def test_a_real_full_disk_does_not_stop_a_run_but_prevents_a_new_one(tiny, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -282,7 +282,7 @@ def test_segments_give_the_logits_of_separate_texts():
     np.testing.assert_allclose(packed, alone, atol=1e-5 * np.abs(alone).max())
 
 
-@all_models
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_ids_of_any_integer_dtype(kind):
     """As a shard has them (uint16), and from numpy (int64)."""
     model = create(tiny(kind, vocab_size=300))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 import training_runs
+from cases import slow
 from jax.experimental import serialize_executable
 
 from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
@@ -168,7 +169,9 @@ def test_a_second_run_finds_the_step_of_the_first(tiny, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["bit", "end", "empty", "another pickle", "another step"])
+@pytest.mark.parametrize(
+    "kind", ["bit", slow("end"), slow("empty"), "another pickle", slow("another step")]
+)
 def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
     find(launch.trace_step, trainer := make())
     whole, traced = place.read_bytes(), []

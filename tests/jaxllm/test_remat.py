@@ -136,7 +136,7 @@ def test_fp8_saves_the_same_products(kind, kernels):
     assert not [a for a in found if a.startswith("float8")]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+@pytest.mark.parametrize("kind", [slow("gpt2"), "llama3"])
 def test_fp8_takes_no_maximum_again(kind):
     def calls(remat):
         run, arguments = block_of(make(kind, kernels="mosaic", remat=remat), fp8=True)

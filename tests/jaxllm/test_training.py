@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import slow
 from flax import nnx
 from kernel_checks import names_in
 
@@ -47,7 +48,10 @@ def random_batch(seed=0, shape=(8, 17)):
 
 @pytest.mark.parametrize(
     "model",
-    [GPT2Config(**SHAPE, **FP32, kernels="xla"), Llama3Config(**LLAMA, tie_embeddings=False)],
+    [
+        slow(GPT2Config(**SHAPE, **FP32, kernels="xla")),
+        Llama3Config(**LLAMA, tie_embeddings=False),
+    ],
 )
 def test_gradient_accumulation_equals_the_large_batch(model):
     batch = random_batch()

@@ -23,6 +23,8 @@ import pallas_kernels as ops
 # packed attention has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "attention_packed"}
 IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_packed", "vlstm_gated"}
+# Their kernels are those of vlstm_gated, attention_packed, mlp and layer_norm_gate.
+ALIKE = {"vlstm_packed", "attention", "mlp_gelu", "layer_norm_residual"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
@@ -55,7 +57,8 @@ expected_of = functools.cache(functools.partial(results, implementation="xla", l
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [(name, False) for name in CASES] + [slow(name, True) for name in IN_LOOPS],
+    [slow(name, False) if name in ALIKE else (name, False) for name in CASES]
+    + [slow(name, True) for name in IN_LOOPS],
     ids=[f"{name}-vmap" for name in CASES] + [f"{name}-map" for name in IN_LOOPS],
 )
 def test_of_two_members(name, loop):
