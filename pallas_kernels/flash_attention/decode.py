@@ -411,7 +411,7 @@ def _attend(b: DecodeBlock, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     m, l = masks.no_keys(ROWS)
     if b.p.appends:
-        last = b.split == b.p.splits - 1
+        last = (b.split == b.p.splits - 1) & (b.length >= 0)  # a row of length 0 sees nothing
         m, l = lax.cond(last, lambda: (_start(b, o_acc), l + 1), lambda: (m, l))
     m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (m, l))
     return o_acc[...], m, l
