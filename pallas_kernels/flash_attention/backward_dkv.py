@@ -101,11 +101,10 @@ def operands(w: Worker) -> tuple[Operand, Operand]:
     s, inputs, smem, last = w.schedule, w.inputs, w.smem, w.schedule.wgs - 1
     ring = functools.partial(Ring, s.stages, free=smem.free)
     q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
-    ids = (inputs.q_ids, smem.q_ids) if s.packed else None
     lse, delta = (inputs.minus_lse, smem.minus_lse), (inputs.minus_delta, smem.minus_delta)
     return (
-        Operand(q, inputs.q, 0, smem.q, 0, ahead(s), ids, lse),
-        Operand(do, inputs.do, 0, smem.do, 1, ahead(s), None, delta),
+        Operand(q, inputs.q, 0, smem.q, 0, ahead(s), (inputs.q_ids, smem.q_ids), lse),
+        Operand(do, inputs.do, 0, smem.do, 1, ahead(s), stats=delta),
     )
 
 
@@ -401,15 +400,14 @@ def differentiate(w: Worker, i: Item):
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
-def one_item(w: Worker, item, following, side, n0):
+def one_item(w: Worker, i: Item):
     """One block of keys; returns the step after its last."""
-    s, end = w.schedule, w.schedule.visits.lengths[1]
-    if following is not None:
-        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - side))
-    i = steps.item_of(w, item, following, side, n0)
+    s, end, following = w.schedule, w.schedule.visits.lengths[1], i.stream.following
     total = s.group * i.end
-    if s.persistent:  # of an item of fewer steps than are on their way when it begins
-        first = lambda nth: load(w, Step(n0 + nth, 0, nth), nth, i.stream)
+    if s.persistent:
+        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - i.side))
+        # Of an item of fewer steps than are on their way when it begins.
+        first = lambda nth: load(w, Step(i.n0 + nth, 0, nth), nth, i.stream)
         pl.loop(total, ahead(s))(first)
 
     pl.when(i.row < end)(lambda: differentiate(w, i))
@@ -421,13 +419,13 @@ def one_item(w: Worker, item, following, side, n0):
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
             pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.end))
 
-    return n0 + total
+    return i.n0 + total
 
 
 def body(w: Worker):
     if pairs_up(w.schedule):
         pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    schedule.work_items(w, begin, one_item)
+    steps.work_items(w, begin, one_item)
 
 
 @functools.partial(jax.jit, static_argnames="call")

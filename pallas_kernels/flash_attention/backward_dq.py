@@ -81,7 +81,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
 
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
-    ids = (w.inputs.k_ids, smem.ids) if s.packed else None
+    ids = w.inputs.k_ids, smem.ids
     return Operand(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, 0, ahead(s), ids)
 
 
@@ -302,10 +302,9 @@ def store(w: Worker, i: Item, dq):
     mosaic.store_tile(dq * w.schedule.scale, smem.at[w.wg], target)
 
 
-def differentiate(w: Worker, item, following, side, n0):
+def differentiate(w: Worker, i: Item):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
-    i = steps.item_of(w, item, following, side, n0)
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -315,7 +314,7 @@ def differentiate(w: Worker, item, following, side, n0):
         rows = rows_of(w, i)
         load_following(w, i)
         # Compute, while others may see tiles before these and after them.
-        pass_by(w, i, n0, i.first)
+        pass_by(w, i, i.n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
         if s.visits.window is not None:
@@ -326,13 +325,13 @@ def differentiate(w: Worker, item, following, side, n0):
         @pl.when(i.row < 0)  # nothing but padding
         def _():
             load_following(w, i)
-            pass_by(w, i, n0, i.end)
+            pass_by(w, i, i.n0, i.end)
 
     return i.end
 
 
 def body(w: Worker):
-    schedule.work_items(w, load_rows, differentiate)
+    steps.work_items(w, load_rows, differentiate)
 
 
 @functools.partial(jax.jit, static_argnames="call")

@@ -91,7 +91,7 @@ def weighs_early(s: Schedule) -> bool:
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
-    ids = (w.inputs.k_ids, smem.k_ids) if s.packed else None
+    ids = w.inputs.k_ids, smem.k_ids
     return Operand(ring, w.inputs.k, s.k_first, smem.k, 0, 1, ids)
 
 
@@ -152,7 +152,7 @@ def begin(w: Worker, item):
 
 def load_following_q(w: Worker, i: Item):
     following = i.stream.following
-    if following is not None:
+    if w.schedule.persistent:
         plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
         pl.when(following >= 0)(lambda: load_q(w, following, 1 - i.side))
 
@@ -322,10 +322,10 @@ def accumulate(w: Worker, i: Item, o_acc):
 # The epilogue divides O by the sums, and stores it and the log-sum-exp.
 
 
-def store(w: Worker, item, i: Item, o, m, l):
+def store(w: Worker, i: Item, o, m, l):
     s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
     # Found again: the loop leaves no registers to keep it.
-    row, (batch, head) = s.where(lax.optimization_barrier(item))
+    row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     rows = pl.ds(row + w.wg * ROWS, ROWS)
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
@@ -335,19 +335,18 @@ def store(w: Worker, item, i: Item, o, m, l):
     mosaic.store(lse_ref.at[batch, head, rows], lse)
 
 
-def attend(w: Worker, item, following, side, n0):
-    """One block of queries, with the steps from n0 on; returns the step after its last."""
+def attend(w: Worker, i: Item):
+    """One block of queries; returns the step after its last."""
     s = w.schedule
-    i = steps.item_of(w, item, following, side, n0)
-    if following is not None:  # its tiles may follow at once: this item has few steps
-        load_from(w, i.end, n0, i.stream)
+    if s.persistent:  # the next item's tiles may follow at once: this one has few steps
+        load_from(w, i.end, i.n0, i.stream)
 
     @pl.when(i.row >= 0)
     def _():
-        pass_by(w, i, n0, i.first)
+        pass_by(w, i, i.n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
-        store(w, item, i, o, m, l)
+        store(w, i, o, m, l)
 
     if s.lead:
 
@@ -355,14 +354,14 @@ def attend(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.q_bars.at[i.at])
             load_following_q(w, i)
-            pass_by(w, i, n0, i.end)
+            pass_by(w, i, i.n0, i.end)
 
     return i.end
 
 
 def body(w: Worker):
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
-    schedule.work_items(w, begin, attend)
+    steps.work_items(w, begin, attend)
 
 
 @functools.partial(jax.jit, static_argnames="call")

@@ -286,30 +286,6 @@ def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
     return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())
 
 
-def work_items(w: Worker, begin, body) -> None:
-    """begin(w, first item), then n = body(w, item, following, side, n) for each of this block's.
-
-    following: the item after this one, negative if there is none; side: 0 and 1 by turns.  Where
-    the hardware hands out the items, a block has one, and following is None.
-    """
-    block, plan_ref = lax.axis_index("block"), w.inputs.plan
-    if plan_ref is None:
-        begin(w, block)
-        body(w, block, None, 0, jnp.int32(0))
-    else:
-
-        def one(i, carry):
-            item, following, n = carry
-            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
-            return following, later, body(w, item, following, lax.rem(i, jnp.int32(2)), n)
-
-        first = plan_ref[block, 1]
-        begin(w, first)
-        carry = first, plan_ref[block, 2], jnp.int32(0)
-        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
-    plgpu.wait_smem_to_gmem(0)
-
-
 # ---- decode_attention: blocks share the keys of a row ------------------------------------------
 
 FP8 = jnp.float8_e4m3fn

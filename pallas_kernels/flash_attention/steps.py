@@ -1,4 +1,4 @@
-"""Which tile of columns each step of an item takes, and how its copies begin (Hopper).
+"""The items of a block, their steps, and the tiles whose copies these begin (Hopper).
 
 A step takes one tile of columns.  A warpgroup sees the tiles of some of its block's steps:
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.schedule import Schedule, Worker
 from pallas_kernels.mosaic import ROWS
@@ -34,6 +35,7 @@ class Stream(NamedTuple):
 class Item(NamedTuple):
     """A block of rows, as one warpgroup sees it; see the picture."""
 
+    number: Any
     batch: Any
     head: Any
     row: Any  # the warpgroup's first one
@@ -98,7 +100,32 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
     edge = last
     if visits.window is not None or s.packed:
         edge = jnp.clip(step(whole[1]), unmasked, last)
-    return Item(batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
+    return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
+
+
+def work_items(w: Worker, begin, body) -> None:
+    """begin(w, number of the first item), then n = body(w, Item) for each item of this block.
+
+    n: the step after the item's last.  Where the hardware hands out the items, a block has one, and
+    `following` is None.
+    """
+    block, plan_ref = lax.axis_index("block"), w.inputs.plan
+    if plan_ref is None:
+        begin(w, block)
+        body(w, item_of(w, block, None, 0, jnp.int32(0)))
+    else:
+
+        def one(i, carry):
+            item, following, n = carry
+            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
+            side = lax.rem(i, jnp.int32(2))
+            return following, later, body(w, item_of(w, item, following, side, n))
+
+        first = plan_ref[block, 1]
+        begin(w, first)
+        carry = first, plan_ref[block, 2], jnp.int32(0)
+        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
+    plgpu.wait_smem_to_gmem(0)
 
 
 class Operand(NamedTuple):
@@ -110,16 +137,17 @@ class Operand(NamedTuple):
     smem: Any
     warp: int
     ahead: int  # how many steps early a tile is loaded
-    ids: tuple | None = None  # the ids that come along with each tile: (ref, shared memory)
-    stats: tuple | None = None  # the statistics of its rows
+    ids: tuple = (None, None)  # what comes along with each tile: ids, if any, (ref, shared memory)
+    stats: tuple = (None, None)  # the statistics of its rows
 
     def send(self, n, batch, head, columns):
         """Starts to copy these columns for step n."""
+        (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
         self.ring.send(n, self.ref.at[batch, columns, self.first_head + head], self.smem)
-        if self.stats is not None:
-            self.ring.send(n, self.stats[0].at[batch, head, columns], self.stats[1])
-        if self.ids is not None:
-            self.ring.send(n, self.ids[0].at[batch, columns], self.ids[1])
+        if stats is not None:
+            self.ring.send(n, stats.at[batch, head, columns], stats_smem)
+        if ids is not None:
+            self.ring.send(n, ids.at[batch, columns], ids_smem)
 
 
 def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
