@@ -110,6 +110,13 @@ def store(ref, value) -> None:
         ref[...] = value
 
 
+def store_tile(value, buffer, target) -> None:
+    """Starts to copy registers, in the buffer's dtype, through shared memory to `target`."""
+    buffer[...] = value.astype(buffer.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target)
+
+
 def zeros(shape, layout) -> jax.Array:
     """float32 zeros with a layout, as a loop carry needs."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)

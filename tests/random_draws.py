@@ -77,7 +77,8 @@ def _attention(r: Draw, t: int, s: int):
 
 
 def _head_width(r: Draw) -> int:
-    return r.one(64, 64, 128, 96, 16, 32, 40, 80, *r.one((256,), (200,), (1,), (112, 192)))
+    rare = r.one((256,), (200,), (1,), (112, 192), (160, 224))
+    return r.one(64, 64, 128, 96, 16, 32, 40, 80, *rare)
 
 
 def attention(r: Draw):
@@ -109,10 +110,10 @@ def decode_attention(r: Draw):
     r.dtype = r.one(*HALVES)
     (h, k), b = r.heads(), r.one(1, 2, 5)
     float8, t = r.odds(0.3), r.one(1, 1, 1, 2, 5)
-    d = r.one(32, 64, 128, 96) if float8 else r.one(16, 64, 80, 128, 256)
+    d = r.one(32, 64, 128, 96) if float8 else r.one(16, 64, 80, 128, 160, 192, 256)
     s = r.one(8 * r.one(1, 2, 5, 9, 17, 33), r.size(64, zero=0))
     t, new = min(t, s), t == 1 and r.odds(0.5)
-    lengths = A((b,), r.integers(), "ids", (t if not new else 1, s + 1, t, s))
+    lengths = A((b,), r.integers(), "ids", (0, s + 1, t, s))
     cache = lambda: (
         A((b, s, k, d), "float8_e4m3fn", "float8") if float8 else A((b, s, k, d), r.dtype)
     )

@@ -148,7 +148,7 @@ def decode_attention(
         q, key = (_turn(x, lengths[:, None] - 1, theta, None) for x in (q, new[0]))
         new = key, new[1]
     if new is not None:
-        at = (np.arange(s) == lengths[:, None] - 1)[..., None, None]
+        at = (np.arange(s) == np.maximum(lengths, 1)[:, None] - 1)[..., None, None]
         scales = [1 if x is None else x[:, None, :, None] for x in (k_scale, v_scale)]
         k, v = (jnp.where(at, n / x, c) for c, n, x in zip((k, v), new, scales, strict=True))
     cache = k, v

@@ -10,9 +10,10 @@ then already where a wgmma takes them, in registers.
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
-query_stream.py loads K, V and the rings, and hands buffers back; this file computes with them.  A
-step has 64 queries, or at a head dimension of 64 two halves of 64 (`add_both`).  At 256 a
-warpgroup has registers for one of dK and dV; another one sums the other (`add_dv`, `add_dk`).
+K and V are loaded once an item; tiles of Q and dO pass by head after head of the group, and for a
+persistent block item after item.  A step has 64 queries, or at a head dimension of 64 two halves of
+64 (`add_both`).  At 256 a warpgroup has registers for one of dK and dV; another one sums the other
+(`add_dv`, `add_dk`).
 """
 
 import functools
@@ -24,11 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention import query_stream as stream
-from pallas_kernels.flash_attention.query_stream import Step
-from pallas_kernels.flash_attention.schedule import Call, Item, Tiles, Worker
+from pallas_kernels.flash_attention import masks, schedule, steps
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.steps import Item, Operand, Step
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
@@ -40,6 +41,137 @@ def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
     if head_dim <= 160 and softcap is None:
         return Tiles(2, 64, 2, False, 32)
     return Tiles(2, 64, 3 if head_dim <= 192 else 2, False, 32, ROWS)
+
+
+def pairs_up(s: Schedule) -> bool:
+    """Whether two warpgroups work on the same 64 keys."""
+    return s.wgs > s.sets
+
+
+def ahead(s: Schedule) -> int:
+    """How many steps early tiles are loaded.
+
+    A slot to spare, where there is one, lets a warpgroup run a step ahead of the other.
+    """
+    return s.stages - (2 if s.columns > ROWS or s.stages > 3 else 1)
+
+
+def runs_on(s: Schedule) -> bool:
+    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
+
+    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask.
+
+    A slot then stays taken for a step more.  In halves a step loads before it frees one, so its
+    ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
+    warpgroup.
+    """
+    return s.columns > ROWS or pairs_up(s) or (s.stages > 3 and s.visits.causal)
+
+
+def scratch(s: Schedule) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    own, stat = s.sides * s.sets, plgpu.SMEM((s.stages, s.columns), jnp.float32)
+    buffers = dict(
+        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
+        v=s.buffer(own, ROWS),
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
+        do=s.buffer(s.stages, s.columns),
+        minus_lse=stat,
+        minus_delta=stat,
+        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
+        v_bars=plgpu.Barrier(num_barriers=own),
+        q_full=ring(num_arrivals=2 + s.packed),
+        do_full=ring(num_arrivals=2),
+        free=ring(num_arrivals=s.wgs),  # one for Q and dO: a warpgroup leaves both at once
+        k_ids=s.ids(own, ROWS),
+        q_ids=s.ids(s.stages, s.columns),
+    )
+    if pairs_up(s):  # P^T, on its way from one warpgroup to the other
+        swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
+        buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
+        buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
+    if s.persistent:  # otherwise dV and dK leave through the buffers of K and V
+        buffers["dv"] = buffers["dk"] = s.buffer(s.sets, ROWS)
+    return buffers
+
+
+def operands(w: Worker) -> tuple[Operand, Operand]:
+    """Q and dO.  The last warpgroup loads Q and the first one dO; of a pair the last loads both."""
+    s, inputs, smem, last = w.schedule, w.inputs, w.smem, w.schedule.wgs - 1
+    ring = functools.partial(Ring, s.stages, free=smem.free)
+    q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
+    lse, delta = (inputs.minus_lse, smem.minus_lse), (inputs.minus_delta, smem.minus_delta)
+    return (
+        Operand(q, inputs.q, 0, smem.q, 0, ahead(s), (inputs.q_ids, smem.q_ids), lse),
+        Operand(do, inputs.do, 0, smem.do, 1, ahead(s), stats=delta),
+    )
+
+
+# Load: K and V of a warpgroup, and the tiles of Q and dO.
+
+
+def load_kv(w: Worker, item, side=0):
+    s, smem = w.schedule, w.smem
+    key0, (batch, kv_head) = s.where(item)
+    rows, at = pl.ds(key0 + steps.set_of(w) * ROWS, ROWS), side * s.sets + steps.set_of(w)
+    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
+    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
+    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
+    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
+    if s.packed:
+        ids = w.inputs.k_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
+
+
+def load(w: Worker, step: Step, nth, stream):
+    """Loads the tiles of a step, the nth of its item.
+
+    Two warps load, one Q and one dO; only they wait until all warpgroups have left the buffers.
+    """
+
+    def by_warp(warp):
+        for x in operands(w):
+            send = functools.partial(steps.send_queries, w, step, nth, stream, x)
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(send)
+
+    plgpu.warp_map(by_warp)
+
+
+def load_later(w: Worker, i: Item, g, r):
+    """Loads what must be on its way after step r of head g."""
+    # Without the barriers the compiler would compute indices ahead, and hold them in registers.
+    g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
+    nth = g * i.end + r + ahead(w.schedule)
+    load(w, Step(i.n0 + nth, g, r + ahead(w.schedule)), nth, i.stream)
+
+
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    pl.when(w.wg < w.schedule.sets)(lambda: load_kv(w, item))
+    stream = steps.stream_of(w, item)
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream))
+
+
+# Hand buffers back.
+
+
+def release(w: Worker, n):
+    """This warpgroup has read the tiles of step n."""
+    plgpu.commit_smem()  # plain loads have read the statistics
+    operands(w)[0].ring.release(n)
+
+
+def pass_by(w: Worker, i: Item, g, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(r):
+        n, (q, do) = steps.step_of(i, g, r).n, operands(w)
+        load_later(w, i, g, r)
+        q.ring.wait(n)
+        do.ring.wait(n)
+        q.ring.release(n)
 
 
 # Compute P and dS, and add to dV and dK.
@@ -80,26 +212,26 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
 
 def all_heads(w: Worker, i: Item, add):
     """add(step, slot, masked, begins) for the steps that the warpgroup sees, of all query heads."""
-    s, visits, late = w.schedule, w.schedule.visits, stream.runs_on(w.schedule)
+    s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
 
     def one(g, r, masked, begins=False):
-        step = stream.step_of(i, g, r)
-        slot = stream.operands(w)[0].ring.wait(step.n)
+        step = steps.step_of(i, g, r)
+        slot = operands(w)[0].ring.wait(step.n)
         add(step, slot, masked, begins)
 
     @pl.loop(0, s.group)
     def _(g):
         g = lax.optimization_barrier(g)
-        stream.pass_by(w, i, g, 0, i.first)
+        pass_by(w, i, g, 0, i.first)
         if late:
             one(g, i.first, s.masks_first, begins=True)
         crosses = s.diagonal_crosses_tiles if late else visits.causal
-        schedule.walk(s, i, i.first + late, functools.partial(one, g), crosses=crosses)
+        steps.walk(s, i, i.first + late, functools.partial(one, g), crosses=crosses)
         if late:
             plgpu.wgmma_wait(0)
-            stream.release(w, stream.step_of(i, g, i.last - 1).n)
+            release(w, steps.step_of(i, g, i.last - 1).n)
         if visits.window is not None:
-            stream.pass_by(w, i, g, i.last, i.end)
+            pass_by(w, i, g, i.last, i.end)
 
 
 def wait_for_k(w: Worker, i: Item):
@@ -110,16 +242,14 @@ def wait_for_k(w: Worker, i: Item):
 
 def store(w: Worker, i: Item, name: str, x):
     """Scales dk, and stores it or dv."""
-    s, smem, at = w.schedule, w.smem, schedule.set_of(w)
+    s, smem, at = w.schedule, w.smem, steps.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
     buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
     target = refs[name].at[i.batch, i.rows, first + i.head]
     plgpu.commit_smem()  # all warps have read what was there
-    buffers[name][at] = x.astype(s.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers[name].at[at], target)
+    mosaic.store_tile(x, buffers[name].at[at], target)
 
 
 # ---- each warpgroup has 64 keys: D up to 128 -----------------------------------------------------
@@ -148,9 +278,7 @@ def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
 def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
-    # The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
-    # holds the descriptors of all its slices in registers.
-    here = jnp.minimum(i.at, step.n + s.sides * s.sets)
+    here = steps.unsettled(i, s, step.n)
     halves = [pl.ds(side * ROWS, ROWS) for side in range(s.columns // ROWS)]
     q, do = ([ref.at[slot, rows] for rows in halves] for ref in (smem.q, smem.do))
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
@@ -169,18 +297,18 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         dp_acc[...] = column(smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
-        stream.load_later(w, i, step.g, step.r)
+        load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if stream.runs_on(s) and not begins:
-            stream.release(w, step.n - 1)
+        if runs_on(s) and not begins:
+            release(w, step.n - 1)
         ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=1)
         if len(halves) > 1:
             pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
             return
         plgpu.wgmma(dk_acc, ds, q[0])
-        if not stream.runs_on(s):
+        if not runs_on(s):
             plgpu.wgmma_wait(0)
-            stream.release(w, step.n)
+            release(w, step.n)
 
     def second(ds, scores, dp_acc):
         dp_acc[...] = column(smem.minus_delta, slot, 1)
@@ -223,7 +351,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
-            stream.release(w, step.n - 1)
+            release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
@@ -246,8 +374,8 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
-            stream.release(w, step.n - 1)
-        stream.load_later(w, i, step.g, step.r)
+            release(w, step.n - 1)
+        load_later(w, i, step.g, step.r)
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
@@ -265,23 +393,22 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
 def differentiate(w: Worker, i: Item):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
-    if not stream.pairs_up(w.schedule):
+    if not pairs_up(w.schedule):
         pl.run_scoped(functools.partial(sum_both, w, i), acc, acc)
         return
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
-def one_item(w: Worker, item, following, side, n0):
+def one_item(w: Worker, i: Item):
     """One block of keys; returns the step after its last."""
-    s, end = w.schedule, w.schedule.visits.lengths[1]
-    if following is not None:
-        pl.when(following >= 0)(lambda: stream.load_kv(w, following, 1 - side))
-    i = schedule.item_of(w, item, following, side, n0)
+    s, end, following = w.schedule, w.schedule.visits.lengths[1], i.stream.following
     total = s.group * i.end
-    if s.persistent:  # of an item of fewer steps than are on their way when it begins
-        load = lambda nth: stream.load(w, Step(n0 + nth, 0, nth), nth, i.stream)
-        pl.loop(total, stream.ahead(s))(load)
+    if s.persistent:
+        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - i.side))
+        # Of an item of fewer steps than are on their way when it begins.
+        first = lambda nth: load(w, Step(i.n0 + nth, 0, nth), nth, i.stream)
+        pl.loop(total, ahead(s))(first)
 
     pl.when(i.row < end)(lambda: differentiate(w, i))
     if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:
@@ -290,15 +417,15 @@ def one_item(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: stream.pass_by(w, i, g, 0, i.end))
+            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.end))
 
-    return n0 + total
+    return i.n0 + total
 
 
 def body(w: Worker):
-    if stream.pairs_up(w.schedule):
+    if pairs_up(w.schedule):
         pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    schedule.work_items(w, stream.begin, one_item)
+    steps.work_items(w, begin, one_item)
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -318,5 +445,5 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     return schedule.launch(
         "attention_backward_dkv", body, tile, call, inputs, segments,
-        () if call.heads else (like, like), stream.scratch, by_keys=True,
+        () if call.heads else (like, like), scratch, by_keys=True,
     )  # fmt: skip

@@ -25,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention.schedule import Call, Item, Operand, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention import masks, schedule, steps
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.steps import Item, Operand
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
@@ -80,7 +81,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
 
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
-    ids = (w.inputs.k_ids, smem.ids) if s.packed else None
+    ids = w.inputs.k_ids, smem.ids
     return Operand(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, 0, ahead(s), ids)
 
 
@@ -125,8 +126,8 @@ def load_rows(w: Worker, item, side=0):
 
 def load(w: Worker, i: Item, n, *tiles: Operand):
     """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
-    send = lambda stream: schedule.send_keys(w.schedule, n, stream, *tiles)
-    schedule.send_any(w, n, i.stream, send)
+    send = lambda stream: steps.send_keys(w.schedule, n, stream, *tiles)
+    steps.send_any(w, n, i.stream, send)
 
 
 def refill(w: Worker, i: Item, n, free, *tiles: Operand):
@@ -253,11 +254,9 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
     def add_dq(s_acc, dp_acc):
-        # Issue S = Q K^T and dP = dO V^T.  These minima change nothing.  But where the compiler
-        # sees that an operand stays in place, it holds the descriptors of all its slices in
-        # registers, up to 64 of them.
-        here = jnp.minimum(i.at, n + s.sides * s.wgs)
-        v = values.smem.at[jnp.minimum(slot_of_v, n)]
+        # Issue S = Q K^T and dP = dO V^T.
+        here = steps.unsettled(i, s, n)
+        v = values.smem.at[jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
         if not waits_after_p(s):
             plgpu.barrier_wait(smem.k_full.at[slot])
         across(s_acc, smem.q.at[here], smem.kv.at[slot])
@@ -291,7 +290,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     if waits_after_p(s):
         wait_for_keys(w, i, i.first)
     one(i.first, s.masks_first)
-    schedule.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
+    steps.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
     store(w, i, dq_acc[...])
 
 
@@ -299,15 +298,13 @@ def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
     smem = w.smem.dq if w.schedule.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
-    smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[w.wg], w.results[0].at[i.batch, i.rows, i.head])
+    target = w.results[0].at[i.batch, i.rows, i.head]
+    mosaic.store_tile(dq * w.schedule.scale, smem.at[w.wg], target)
 
 
-def differentiate(w: Worker, item, following, side, n0):
+def differentiate(w: Worker, i: Item):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
-    i = schedule.item_of(w, item, following, side, n0)
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -317,7 +314,7 @@ def differentiate(w: Worker, item, following, side, n0):
         rows = rows_of(w, i)
         load_following(w, i)
         # Compute, while others may see tiles before these and after them.
-        pass_by(w, i, n0, i.first)
+        pass_by(w, i, i.n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
         if s.visits.window is not None:
@@ -328,13 +325,13 @@ def differentiate(w: Worker, item, following, side, n0):
         @pl.when(i.row < 0)  # nothing but padding
         def _():
             load_following(w, i)
-            pass_by(w, i, n0, i.end)
+            pass_by(w, i, i.n0, i.end)
 
     return i.end
 
 
 def body(w: Worker):
-    schedule.work_items(w, load_rows, differentiate)
+    steps.work_items(w, load_rows, differentiate)
 
 
 @functools.partial(jax.jit, static_argnames="call")

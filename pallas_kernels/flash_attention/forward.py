@@ -33,8 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import masks, schedule
-from pallas_kernels.flash_attention.schedule import Call, Item, Operand, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention import masks, schedule, steps
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.steps import Item, Operand
 from pallas_kernels.mosaic import COL, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
@@ -90,7 +91,7 @@ def weighs_early(s: Schedule) -> bool:
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
-    ids = (w.inputs.k_ids, smem.k_ids) if s.packed else None
+    ids = w.inputs.k_ids, smem.k_ids
     return Operand(ring, w.inputs.k, s.k_first, smem.k, 0, 1, ids)
 
 
@@ -123,10 +124,10 @@ def load(w: Worker, x: Operand, n, stream):
 
     def send(stream):
         x.ring.claim(n)
-        schedule.send_keys(w.schedule, n, stream, x)
+        steps.send_keys(w.schedule, n, stream, x)
 
     def by_warp(warp):
-        pl.when(warp == x.warp)(lambda: schedule.send_any(w, n, stream, send))
+        pl.when(warp == x.warp)(lambda: steps.send_any(w, n, stream, send))
 
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
@@ -146,12 +147,12 @@ def load_later(w: Worker, i: Item, n):
 def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item)
-    load_from(w, 0, 0, schedule.stream_of(w, item))
+    load_from(w, 0, 0, steps.stream_of(w, item))
 
 
 def load_following_q(w: Worker, i: Item):
     following = i.stream.following
-    if following is not None:
+    if w.schedule.persistent:
         plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
         pl.when(following >= 0)(lambda: load_q(w, following, 1 - i.side))
 
@@ -280,7 +281,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     my_turn(w)
 
     def issue(s_acc):
-        here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
+        here = steps.unsettled(i, s, n)
         plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
         values_of(w).ring.wait(n - 1)
         plgpu.wgmma(o_acc, p, w.smem.v.at[before])
@@ -321,34 +322,31 @@ def accumulate(w: Worker, i: Item, o_acc):
 # The epilogue divides O by the sums, and stores it and the log-sum-exp.
 
 
-def store(w: Worker, item, i: Item, o, m, l):
+def store(w: Worker, i: Item, o, m, l):
     s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
     # Found again: the loop leaves no registers to keep it.
-    row, (batch, head) = s.where(lax.optimization_barrier(item))
+    row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     rows = pl.ds(row + w.wg * ROWS, ROWS)
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
-    smem.qo[i.at] = o.astype(s.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], o_ref.at[batch, rows, head])
+    mosaic.store_tile(o, smem.qo.at[i.at], o_ref.at[batch, rows, head])
     mosaic.store(lse_ref.at[batch, head, rows], lse)
 
 
-def attend(w: Worker, item, following, side, n0):
-    """One block of queries, with the steps from n0 on; returns the step after its last."""
+def attend(w: Worker, i: Item):
+    """One block of queries; returns the step after its last."""
     s = w.schedule
-    i = schedule.item_of(w, item, following, side, n0)
-    if following is not None:  # its tiles may follow at once: this item has few steps
-        load_from(w, i.end, n0, i.stream)
+    if s.persistent:  # the next item's tiles may follow at once: this one has few steps
+        load_from(w, i.end, i.n0, i.stream)
 
     @pl.when(i.row >= 0)
     def _():
-        pass_by(w, i, n0, i.first)
+        pass_by(w, i, i.n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
-        store(w, item, i, o, m, l)
+        store(w, i, o, m, l)
 
     if s.lead:
 
@@ -356,14 +354,14 @@ def attend(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.q_bars.at[i.at])
             load_following_q(w, i)
-            pass_by(w, i, n0, i.end)
+            pass_by(w, i, i.n0, i.end)
 
     return i.end
 
 
 def body(w: Worker):
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
-    schedule.work_items(w, begin, attend)
+    steps.work_items(w, begin, attend)
 
 
 @functools.partial(jax.jit, static_argnames="call")

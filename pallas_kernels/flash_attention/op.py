@@ -14,9 +14,9 @@ matmuls where one fused kernel would do five, but no sum crosses blocks, so ever
 result bit for bit.  docs/attention.md has what the fused kernel took.
 
 This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
-in forward.py, backward_dq.py and backward_dkv.py, which query_stream.py feeds; masks.py defines
-what a query sees, schedule.py assigns work to blocks and numbers their steps.  The kernels for
-every NVIDIA GPU since Ampere are in general.py.
+in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py
+assigns work to blocks, and steps.py numbers their steps.  The kernels for every NVIDIA GPU since
+Ampere are in general.py.
 """
 
 import functools
@@ -103,29 +103,24 @@ def cudnn_why_not(
     return_lse=False,
 ) -> str | None:  # fmt: skip
     """Why cuDNN's flash attention cannot replace the kernels, or None."""
-    q, k, v = shapes(operands)
-    if lack := dispatch.device_lacks("sm_80"):
+    q, k, _ = shapes(operands)
+    # Like the kernels, cuDNN multiplies masked logits by the scale.
+    if lack := dispatch.device_lacks("sm_80") or why_not(operands, scale=scale):
         return lack
     widest = 128 if dispatch.device_lacks("sm_90") else 256
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}, not all bfloat16 or float16"
     if q.shape[-1] > widest or q.shape[-1] % 8:
         return f"the head dimension D={q.shape[-1]} is not a multiple of 8 up to {widest}"
     if causal and q.shape[1] != k.shape[1]:
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
-    if masks.scale_of(scale, q) < masks.LEAST_SCALE:
-        return (
-            f"scale={scale} is less than {masks.LEAST_SCALE}: cuDNN multiplies masked logits by it"
-        )
     for name, x in (("q", q), ("k and v", k)):
         if x.size >= 2**31:
             return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 2:  # JAX raises NotImplementedError, but only for a gradient
             return f"{name}={size} is odd, for which JAX has no cuDNN gradient"
-    return mosaic.empty(q=q, k=k)
+    return None
 
 
 def why_slower(operands, segment_ids=None, **options) -> str | None:

@@ -1,17 +1,10 @@
-"""Which block of a kernel works on what, in which order, and in which steps; the call of a kernel.
+"""Which block of a kernel works on what, and in which order; the call of a kernel.
 
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
 past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
 block should wait for the busiest one, and a block should know its next item early.
 
-A step takes one tile of columns.  A warpgroup sees the tiles of some of its block's steps:
-
-    n0        first         unmasked          edge            last        end
-    | others see | masked, if causal | seen whole | masked: window | others see |
-
-Queries start at the diagonal and go downwards: step n takes tile base - 1 - n; all items of a
-kernel block are numbered on.  Keys go upwards from the diagonal, once for each query head of their
-group: step r of a head takes tile base + r, and first ... end are counted from 0 in each head.
+The last section is about decode_attention, whose blocks share the keys of a row.
 """
 
 import functools
@@ -25,13 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
-from pallas_kernels.pipeline import Ring
 
 
 class Call(NamedTuple):
@@ -295,153 +286,61 @@ def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
     return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())
 
 
-def work_items(w: Worker, begin, body) -> None:
-    """begin(w, first item), then n = body(w, item, following, side, n) for each of this block's.
+# ---- decode_attention: blocks share the keys of a row ------------------------------------------
 
-    following: the item after this one, negative if there is none; side: 0 and 1 by turns.  Where
-    the hardware hands out the items, a block has one, and following is None.
-    """
-    block, plan_ref = lax.axis_index("block"), w.inputs.plan
-    if plan_ref is None:
-        begin(w, block)
-        body(w, block, None, 0, jnp.int32(0))
-    else:
-
-        def one(i, carry):
-            item, following, n = carry
-            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
-            return following, later, body(w, item, following, lax.rem(i, jnp.int32(2)), n)
-
-        first = plan_ref[block, 1]
-        begin(w, first)
-        carry = first, plan_ref[block, 2], jnp.int32(0)
-        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
-    plgpu.wait_smem_to_gmem(0)
+FP8 = jnp.float8_e4m3fn
+KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
+_STAGES = 4  # tiles of K and of V in flight, at most
+_SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
+_START = 2  # tiles that would take as long as a block takes to start, and its part to merge
+_WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
+_LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
+_MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
 
 
-# ---- the steps of an item, and their tiles ---------------------------------------------------
+class DecodePlan(NamedTuple):
+    """What is static in a call of the kernel; see the picture in decode.py."""
 
-
-class Stream(NamedTuple):
-    """What streams past an item."""
-
-    batch: Any
-    head: Any  # of the keys; by keys the first of the queries' heads
-    base: Any
-    end: Any
-    following: Any  # the block's next item, negative or None if there is none
-
-
-class Item(NamedTuple):
-    """A block of rows, as one warpgroup sees it; see the picture."""
-
-    batch: Any
-    head: Any
-    row: Any  # the warpgroup's first one
-    at: Any  # its buffer
-    n0: Any
-    stream: Stream
-    first: Any
-    unmasked: Any
-    edge: Any
-    last: Any
-    side: Any  # 0 and 1 by turns
+    t: int
+    keys: int  # S
+    group: int  # query heads of a kv head
+    width: int  # D
+    dtype: Any  # of the matmuls
+    fp8: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    stages: int
+    splits: int
+    appends: bool  # the newest position is not in the cache yet
 
     @property
-    def end(self):
-        return self.stream.end
-
-    @property
-    def rows(self):
-        return pl.ds(self.row, ROWS)
+    def rows(self) -> int:
+        """Queries of a kv head, at most 64."""
+        return self.t * self.group
 
 
-def set_of(w: Worker):
-    """Which 64 of the block's rows the warpgroup works on."""
-    return w.wg if w.schedule.sets == w.schedule.wgs else 0
+def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
+    """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
 
-
-def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
-    """The Stream of an item; n0: the first step of a block of queries."""
-    s = w.schedule
-    row, (batch, head) = s.where(item)
-    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.spans)[0])
-    if not s.visits.by_keys:
-        return Stream(batch, head // s.group, n0 + high, n0 + high - low, following)
-    # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
-    base = low + lax.rem(w.wg, jnp.int32(1))
-    return Stream(batch, head * s.group, base, high - low, following)
-
-
-def item_of(w: Worker, item, following, side, n0) -> Item:
-    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.sets + set_of(w)
-    block_row, (batch, head) = s.where(item)
-    row = block_row + set_of(w) * ROWS
-    limits, same = s.limits(block_row, batch, w.inputs.spans)
-    stream = stream_of(w, item, n0, following)
-    own = visits.seen(row, row + ROWS, *limits)
-    whole = visits.whole(row, row + ROWS, *same)
-    if visits.by_keys:
-        step = lambda tile: tile - stream.base
-    else:
-        step, own, whole = (lambda tile: stream.base - tile), own[::-1], whole[::-1]
-    first, last = map(step, own)
-    unmasked = jnp.clip(step(whole[0]), first + 1, last) if s.masks_first else first + 1
-    edge = last
-    if visits.window is not None or s.packed:
-        edge = jnp.clip(step(whole[1]), unmasked, last)
-    return Item(batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
-
-
-class Operand(NamedTuple):
-    """What streams as one operand of matmuls: its ring, and which warp of the loader fills it."""
-
-    ring: Ring
-    ref: Any
-    first_head: int
-    smem: Any
-    warp: int
-    ahead: int  # how many steps early a tile is loaded
-    ids: tuple | None = None  # the ids that come along with each tile: (ref, shared memory)
-    stats: tuple | None = None  # the statistics of its rows
-
-    def send(self, n, batch, head, columns):
-        """Starts to copy these columns for step n."""
-        self.ring.send(n, self.ref.at[batch, columns, self.first_head + head], self.smem)
-        if self.stats is not None:
-            self.ring.send(n, self.stats[0].at[batch, head, columns], self.stats[1])
-        if self.ids is not None:
-            self.ring.send(n, self.ids[0].at[batch, columns], self.ids[1])
-
-
-def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
-    """Starts to copy the tiles of step n."""
-    keys = pl.ds((stream.base - 1 - n) * s.columns, s.columns)
-    for x in operands:
-        x.send(n, stream.batch, stream.head, keys)
-
-
-def send_any(w: Worker, n, stream: Stream, send):
-    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
-
-    def send_following():
-        coming = stream_of(w, stream.following, stream.end)
-        pl.when(n < coming.end)(lambda: send(coming))
-
-    pl.when(n < stream.end)(lambda: send(stream))
-    if stream.following is not None:
-        pl.when((n >= stream.end) & (stream.following >= 0))(send_following)
-
-
-def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
-    """Runs step(n, masked) for the steps start ... i.last - 1 of an item i.
-
-    start: after i.first.  crosses: the diagonal may cross those before i.unmasked.
+    blocks: of one wave.
     """
-    steps = lambda low, high, masked: pl.loop(low, high)(lambda n: step(n, masked))
-    if crosses or s.packed:  # segments may begin and end anywhere
-        steps(start, i.unmasked, True)
-        start = i.unmasked
-    steps(start, i.edge, False)
-    if s.visits.window is not None or s.packed:
-        steps(i.edge, i.last, True)
+    if tiles <= _WHOLE:
+        return 1
+    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + _START)
+    return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
+
+
+def decode_plan(q, k, scale, window, softcap, appends=False) -> DecodePlan:
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    fp8, tile = k.dtype == FP8, KEYS * d * k.dtype.itemsize
+    others = ROWS * d * (2 + 4) + (2 * KEYS * d * 2 if fp8 else 0)  # q and o; wide
+    per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
+    stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
+    seen = s if window is None else min(s, window + t - 1)
+    tiles = mosaic.cdiv(seen, KEYS)
+    least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
+    # One block on each SM takes all that memory gives; a second one hides float8's conversion.
+    splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
+    group = h // kv
+    return DecodePlan(t, s, group, d, q.dtype, fp8, scale, window, softcap, stages, splits, appends)

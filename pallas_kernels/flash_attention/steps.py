@@ -1,0 +1,222 @@
+"""The items of a block, their steps, and the tiles whose copies these begin (Hopper).
+
+A step takes one tile of columns.  A warpgroup sees the tiles of some of its block's steps:
+
+    n0        first         unmasked          edge            last        end
+    | others see | masked, if causal | seen whole | masked: window | others see |
+
+Queries start at the diagonal and go downwards: step n takes tile base - 1 - n; all items of a
+kernel block are numbered on.  Keys go upwards from the diagonal, once for each query head of their
+group: step r of a head takes tile base + r, and first ... end are counted from 0 in each head.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.schedule import Schedule, Worker
+from pallas_kernels.mosaic import ROWS
+from pallas_kernels.pipeline import Ring
+
+
+class Stream(NamedTuple):
+    """What streams past an item."""
+
+    batch: Any
+    head: Any  # of the keys; by keys the first of the queries' heads
+    base: Any
+    end: Any
+    following: Any  # the block's next item, negative or None if there is none
+
+
+class Item(NamedTuple):
+    """A block of rows, as one warpgroup sees it; see the picture."""
+
+    number: Any
+    batch: Any
+    head: Any
+    row: Any  # the warpgroup's first one
+    at: Any  # its buffer
+    n0: Any
+    stream: Stream
+    first: Any
+    unmasked: Any
+    edge: Any
+    last: Any
+    side: Any  # 0 and 1 by turns
+
+    @property
+    def end(self):
+        return self.stream.end
+
+    @property
+    def rows(self):
+        return pl.ds(self.row, ROWS)
+
+
+def unsettled(i: Item, s: Schedule, n):
+    """i.at, as the compiler cannot know.
+
+    Where it sees that an operand stays in place from step to step, it holds the descriptors of all
+    its slices in registers, up to 64 of them.
+    """
+    return jnp.minimum(i.at, n + s.sides * s.sets)
+
+
+def set_of(w: Worker):
+    """Which 64 of the block's rows the warpgroup works on."""
+    return w.wg if w.schedule.sets == w.schedule.wgs else 0
+
+
+def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
+    """The Stream of an item; n0: the first step of a block of queries."""
+    s = w.schedule
+    row, (batch, head) = s.where(item)
+    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.spans)[0])
+    if not s.visits.by_keys:
+        return Stream(batch, head // s.group, n0 + high, n0 + high - low, following)
+    # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
+    base = low + lax.rem(w.wg, jnp.int32(1))
+    return Stream(batch, head * s.group, base, high - low, following)
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.sets + set_of(w)
+    block_row, (batch, head) = s.where(item)
+    row = block_row + set_of(w) * ROWS
+    limits, same = s.limits(block_row, batch, w.inputs.spans)
+    stream = stream_of(w, item, n0, following)
+    own = visits.seen(row, row + ROWS, *limits)
+    whole = visits.whole(row, row + ROWS, *same)
+    if visits.by_keys:
+        step = lambda tile: tile - stream.base
+    else:
+        step, own, whole = (lambda tile: stream.base - tile), own[::-1], whole[::-1]
+    first, last = map(step, own)
+    unmasked = jnp.clip(step(whole[0]), first + 1, last) if s.masks_first else first + 1
+    edge = last
+    if visits.window is not None or s.packed:
+        edge = jnp.clip(step(whole[1]), unmasked, last)
+    return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
+
+
+def work_items(w: Worker, begin, body) -> None:
+    """begin(w, number of the first item), then n = body(w, Item) for each item of this block.
+
+    n: the step after the item's last.  Where the hardware hands out the items, a block has one, and
+    `following` is None.
+    """
+    block, plan_ref = lax.axis_index("block"), w.inputs.plan
+    if plan_ref is None:
+        begin(w, block)
+        body(w, item_of(w, block, None, 0, jnp.int32(0)))
+    else:
+
+        def one(i, carry):
+            item, following, n = carry
+            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
+            side = lax.rem(i, jnp.int32(2))
+            return following, later, body(w, item_of(w, item, following, side, n))
+
+        first = plan_ref[block, 1]
+        begin(w, first)
+        carry = first, plan_ref[block, 2], jnp.int32(0)
+        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Operand(NamedTuple):
+    """What streams as one operand of matmuls: its ring, and which warp of the loader fills it."""
+
+    ring: Ring
+    ref: Any
+    first_head: int
+    smem: Any
+    warp: int
+    ahead: int  # how many steps early a tile is loaded
+    ids: tuple = (None, None)  # what comes along with each tile: ids, if any, (ref, shared memory)
+    stats: tuple = (None, None)  # the statistics of its rows
+
+    def send(self, n, batch, head, columns):
+        """Starts to copy these columns for step n."""
+        (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
+        self.ring.send(n, self.ref.at[batch, columns, self.first_head + head], self.smem)
+        if stats is not None:
+            self.ring.send(n, stats.at[batch, head, columns], stats_smem)
+        if ids is not None:
+            self.ring.send(n, ids.at[batch, columns], ids_smem)
+
+
+def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
+    """Starts to copy the tiles of step n."""
+    keys = pl.ds((stream.base - 1 - n) * s.columns, s.columns)
+    for x in operands:
+        x.send(n, stream.batch, stream.head, keys)
+
+
+def send_any(w: Worker, n, stream: Stream, send):
+    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
+
+    def send_following():
+        coming = stream_of(w, stream.following, stream.end)
+        pl.when(n < coming.end)(lambda: send(coming))
+
+    pl.when(n < stream.end)(lambda: send(stream))
+    if stream.following is not None:
+        pl.when((n >= stream.end) & (stream.following >= 0))(send_following)
+
+
+class Step(NamedTuple):
+    """A step of a block of keys: a tile of queries of one head."""
+
+    n: Any  # counted over all items of the block
+    g: Any  # the head of the group
+    r: Any  # the tile of the head; past the last one come the next head's
+
+
+def step_of(i: Item, g, r) -> Step:
+    return Step(i.n0 + g * i.end + r, g, r)
+
+
+def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
+    """Starts to copy the tile of a step, the nth of its item, once all have left its buffer.
+
+    It may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item follow the
+    last head's.
+    """
+    s = w.schedule
+    past = nth - s.group * stream.end
+
+    def send(n, g, r, stream):
+        if s.group > 1:  # no division, which would take longer than the copies
+            ends = [heads * stream.end for heads in range(1, x.ahead + 1)]
+            over = sum((r >= end).astype(jnp.int32) for end in ends)
+            g, r = g + over, r - over * stream.end
+        at = pl.ds((stream.base + r) * s.columns, s.columns)
+        x.ring.claim(n)
+        x.send(n, stream.batch, stream.head + g, at)
+
+    def send_following():
+        coming = stream_of(w, stream.following)
+        pl.when(past < s.group * coming.end)(lambda: send(step.n, 0, past, coming))
+
+    pl.when(past < 0)(lambda: send(*step, stream))
+    if stream.following is not None:
+        pl.when((past >= 0) & (stream.following >= 0))(send_following)
+
+
+def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
+    """Runs step(n, masked) for the steps start ... i.last - 1 of an item i.
+
+    start: after i.first.  crosses: the diagonal may cross those before i.unmasked.
+    """
+    steps = lambda low, high, masked: pl.loop(low, high)(lambda n: step(n, masked))
+    if crosses or s.packed:  # segments may begin and end anywhere
+        steps(start, i.unmasked, True)
+        start = i.unmasked
+    steps(start, i.edge, False)
+    if s.visits.window is not None or s.packed:
+        steps(i.edge, i.last, True)
