@@ -255,15 +255,14 @@ def gated_cell(packed, i, f, weight, *, norm_eps, **options):
 
 def _gated_forward(x, i, lf, m, starts, weight, call, eps):
     (h, _), saved = cell_forward((x,), i, lf, None, m, starts, call)
-    (y, _), stats = norms.forward(True, eps, h, None, weight, None, x)
-    return y, (saved, h, stats, weight)
+    (y, _), normed = norms.forward(h, weight, None, None, None, x, True, eps)
+    return y, (saved, normed)
 
 
 def _gated_backward(call, eps, kept, dy):
-    saved, h, stats, weight = kept
-    (x,), *_ = saved
+    saved, normed = kept
     # joint: the gradient of x, with the columns of o alone.
-    dh, dweight, _, _, joint = norms.backward(True, h, stats, dy, None, weight, None, None, x)
+    dh, dweight, *_, joint = norms.backward(True, eps, normed, (dy, None))
     (d,), di, dlf, _, dm, _ = cell_backward(call, saved, (dh, None), joint)
     return d, di, dlf, dm, None, dweight
 
