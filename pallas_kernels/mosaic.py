@@ -21,6 +21,7 @@ from pallas_kernels.options import promotions
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
+cdiv = pl.cdiv
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 
 
@@ -282,10 +283,6 @@ def stat_dtype(dtype) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def divide(n, by: int):

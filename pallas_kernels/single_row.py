@@ -95,8 +95,12 @@ def _rows(
     norm = None if norm_weight is None else (norm_weight, norm_bias)
     residual = None if residual is None else residual.reshape(-1)
     arrays = (x.reshape(-1), weights, biases, norm, residual)
-    form = (_packed_kernel if _packed(weights) else _kernel) if kernel else _in_jnp
-    ys = form(norm_eps, centered, activation, *arrays)
+    if kernel and _packed(weights):
+        dtypes = tuple(_dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None])
+        options = dict(norm=norm, eps=norm_eps, centered=centered, activation=activation)
+        ys = gemv.products(*arrays[:3], dtypes, residual=residual, **options)
+    else:
+        ys = (_kernel if kernel else _in_jnp)(norm_eps, centered, activation, *arrays)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
@@ -265,18 +269,10 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
         sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
         bar=plgpu.Barrier(num_arrivals=p.wgs),
     )
-    return tuple(
-        mosaic.launch_parts(
-            "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
-            [n // p.lines for n in rows], types, x, parts, norm, residual,
-        )
+    return mosaic.launch_parts(
+        "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
+        [n // p.lines for n in rows], types, x, parts, norm, residual,
     )  # fmt: skip
-
-
-def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual):
-    dtypes = _dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None]
-    options = dict(norm=norm, eps=eps, centered=centered, activation=activation, residual=residual)
-    return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
 def _part(p: SingleRowPlan, refs: mosaic.PartRefs, n):
