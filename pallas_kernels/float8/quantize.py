@@ -176,7 +176,7 @@ def cast_results(
             [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
             [jax.ShapeDtypeStruct((height // TILE, columns), jnp.float32)] * sums,
         ],
-        scratch_types=[mosaic.tiled(_WORDS, TILE, dtype=jnp.int32)] * n,
+        scratch_types=dict(smems=[mosaic.tiled(_WORDS, TILE, dtype=jnp.int32)] * n),
         **mosaic.grid(row=height // TILE, column=columns // TILE),
         compiler_params=plgpu.CompilerParams(approx_math=approx),
     )(
@@ -226,7 +226,7 @@ def _maxima(tile, sources, out_ref):
         out_ref[k, block] = mosaic.folded(jnp.maximum, list(parts)).max()
 
 
-def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *all_smem):
+def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *, smems):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
     # From the end: what the maximum was last taken of may still be in the L2 cache.
@@ -252,10 +252,10 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
             words[k] |= byte << (8 * i)
         if all_sums:
             total += results[0]
-    for word, smem in zip(words, all_smem, strict=True):
+    for word, smem in zip(words, smems, strict=True):
         smem[...] = word
     ampere.meet()
-    for words_ref, smem in zip(all_words, all_smem, strict=True):
+    for words_ref, smem in zip(all_words, smems, strict=True):
         turned = plgpu.load(smem.transpose((1, 0)), layout=_DOWN)
         mosaic.store(words_ref.at[columns, fours], turned)
     for sums_ref in all_sums:

@@ -101,8 +101,8 @@ def losses_of(z, labels, valid, axis: str | None = None):
 
 def why_not(logits, labels, **options) -> str | None:
     reason = mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
-    # The kernel would copy other widths to pad them, which is slower than XLA's form.
     reason = reason or mosaic.too_many(rows=logits.size // logits.shape[-1])
+    # The kernel would copy other widths to pad them, which is slower than XLA's form.
     return reason or mosaic.not_a_multiple(128, V=logits.shape[-1])
 
 
@@ -127,34 +127,29 @@ def mask_by_label(value, labels, vocab_size, ignore_index):
 
 def _forward(logits, labels, vocab_size, ignore_index):
     _, top, total, picked = _on_rows(logits, labels, None, vocab_size, write=False)
-    loss = mask_by_label(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
+    loss = (jnp.log(total) - (picked - top)).reshape(labels.shape)
+    loss = mask_by_label(loss, labels, vocab_size, ignore_index)
     return loss, (logits, labels, top, total, picked)
 
 
 def _backward(vocab_size, ignore_index, saved, dloss):
     logits, labels, *given = saved
-    scale = mask_by_label(dloss, labels, vocab_size, ignore_index)
-    (dlogits,) = _on_rows(logits, labels, scale, vocab_size, given=given, write=True, keep=True)
-    return dlogits, None
+    scale = mask_by_label(dloss, labels, vocab_size, ignore_index).reshape(-1)
+    options = dict(given=given, write=True, keep=True)
+    return _on_rows(logits, labels, scale, vocab_size, **options)[0].reshape(logits.shape), None
 
 
 def _on_rows(logits, labels, scale, vocab_size, **options):
-    """`logits_kernel` of logits (N, V) without a cap."""
-    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    """`logits_kernel` of logits (..., V) without a cap."""
+    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1).reshape(-1)
+    logits = logits.reshape(-1, logits.shape[-1])
     return logits_kernel(logits, labels, scale, real=vocab_size, softcap=None, **options)
 
 
 _cross_entropy = with_gradient(_forward, _backward, nondiff_argnums=(2, 3))
 
-
-def _kernels(logits, labels, *, vocab_size, ignore_index):
-    rows = logits.reshape(-1, logits.shape[-1])
-    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
-    return loss.reshape(labels.shape)
-
-
 FORMS = (
-    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("general", _cross_entropy, "sm_80", why_not, why_slower),
     Form("xla", cross_entropy_reference),
 )
 
@@ -287,7 +282,13 @@ def _body(
     label = labels_ref[index]
     valid = real if valid_ref is None else valid_ref[0]
     dz_ref = out_refs[0] if given_refs and out_refs else z_ref
-    row = _row(cut, z_ref.at[index], dz_ref.at[index], group, valid)
+    # Distribute the tiles over the warpgroups.
+    before_padding = cut.part - (4 * cut.part - valid)  # columns of the last part
+    least = (max if isinstance(valid, int) else lax.max)(before_padding, 0)
+    whole = least // (_GROUPS * cut.unroll * cut.tile)
+    first = whole * (_GROUPS * cut.unroll) + group
+    more = lax.div(cut.tiles - first + (_GROUPS - 1), jnp.int32(_GROUPS))
+    row = _Row(z_ref.at[index], dz_ref.at[index], group, valid, whole, first, more)
     if given_refs:
         top, total, picked = (ref[index] for ref in given_refs)
         _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)
@@ -304,17 +305,6 @@ def _body(
 
     if write:
         _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)
-
-
-def _row(cut: _Cut, z_ref, dz_ref, group, valid) -> _Row:
-    """Distributes the tiles of a row over the warpgroups."""
-    before_padding = cut.part - (4 * cut.part - valid)  # columns of the last part
-    static = isinstance(valid, int)
-    least = max(before_padding, 0) if static else lax.max(before_padding, 0)
-    whole = least // (_GROUPS * cut.unroll * cut.tile)
-    first = whole * (_GROUPS * cut.unroll) + group
-    more = lax.div(cut.tiles - first + (_GROUPS - 1), jnp.int32(_GROUPS))
-    return _Row(z_ref, dz_ref, group, valid, whole, first, more)
 
 
 def _statistics(cut: _Cut, row: _Row):

@@ -108,7 +108,7 @@ def _rsqrt_jvp(primals, tangents):
     return r, -0.5 * (r * (r * (r * tangents[0])))
 
 
-def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
+def normed_in_jnp(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = x.dtype
     s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), dtype)
@@ -167,5 +167,5 @@ _norm = with_gradient(forward, backward, nondiff_argnums=(6, 7))
 
 FORMS = (
     Form("general", _norm, "sm_80", why_not),
-    Form("xla", _reference),
+    Form("xla", normed_in_jnp),
 )
