@@ -21,6 +21,7 @@ from pallas_kernels.options import promotions
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
+cdiv = pl.cdiv
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 
 
@@ -187,8 +188,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     entry of out_type: a tree of references for a tree of arrays, None for None.
     name: the kernel's name (default: the body's).
     num_threads: warpgroups of a block, along the axis "wg" unless thread_name says otherwise.
-    scratch_types: a dictionary, allocated in its order (plgpu.kernel would sort the names), or a
-    list, whose references follow the outputs.
+    scratch_types: a dictionary, allocated in its order: plgpu.kernel would sort the names.
 
     JAX's own vmap rule adds the members to the grid.  On a GPU (0.11.2) the last rows of one member
     then overwrite the first rows of the next.
@@ -196,17 +196,16 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     _check_interpreter(options.get("num_threads") or 1)
     if "num_threads" in options:
         options.setdefault("thread_name", "wg")
-    names, types = [], scratch_types
-    if isinstance(scratch_types, dict):
-        names, types = list(scratch_types), list(scratch_types.values())
+    scratch = dict(scratch_types)
 
     def run(*refs):
-        count = len(refs) - len(names)
+        count = len(refs) - len(scratch)
         with jax.enable_x64(False), promotions():  # indices are int32
-            body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
+            body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
-    call = jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
+    call = plgpu.kernel(run, scratch_types=list(scratch.values()), **options)
+    call = jax.custom_batching.sequential_vmap(call)
     return lambda *arrays: call(*guard.guarded(run.__name__, arrays))
 
 
@@ -289,10 +288,6 @@ def stat_dtype(dtype) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def divide(n, by: int):

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.activation import finished, gelu_reference, swiglu_reference
 from pallas_kernels.dispatch import Form
-from pallas_kernels.norms.norm import rsqrt
+from pallas_kernels.norms.norm import normed_in_jnp
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
@@ -95,8 +95,12 @@ def _rows(
     norm = None if norm_weight is None else (norm_weight, norm_bias)
     residual = None if residual is None else residual.reshape(-1)
     arrays = (x.reshape(-1), weights, biases, norm, residual)
-    form = (_packed_kernel if _packed(weights) else _kernel) if kernel else _in_jnp
-    ys = form(norm_eps, centered, activation, *arrays)
+    if kernel and _packed(weights):
+        dtypes = tuple(_dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None])
+        options = dict(norm=norm, eps=norm_eps, centered=centered, activation=activation)
+        ys = gemv.products(*arrays[:3], dtypes, residual=residual, **options)
+    else:
+        ys = (_kernel if kernel else _in_jnp)(norm_eps, centered, activation, *arrays)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
@@ -108,21 +112,17 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
         if len({(w.format, w.bits, w.group, w.offsets is None) for w in weights}) > 1:
             return "the weights have several formats"
         return gemv.why_no_norm(k, weights[0]) if norm else None
-    arrays = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
-    if reason := mosaic.unsupported_dtype(**arrays):
-        return reason
+    named = {f"weights[{i}]": w for i, w in enumerate(weights)}
+    reason = mosaic.unsupported_dtype(x=x, **named) or mosaic.mixed_dtypes(**named)
     for w in weights:
-        if w.dtype != weights[0].dtype:
-            return f"the weights are {weights[0].dtype} and {w.dtype}"
-        if w.shape[0] % _LINES:
-            return f"N={w.shape[0]} is not a multiple of {_LINES}"
-    if k % _SPAN:
-        return f"K={k} is not a multiple of {_SPAN}"
+        reason = reason or mosaic.not_a_multiple(_LINES, N=w.shape[0])
+    if reason := reason or mosaic.not_a_multiple(_SPAN, K=k):
+        return reason
     if norm and k > _NORMED:
         return f"K={k} is more than {_NORMED} with a norm"
     if not _warpgroups(k, weights[0].dtype):
         return f"K={k} does not divide into at most {_WGS} parts for registers"
-    return mosaic.empty(**arrays)
+    return None
 
 
 def _packed(weights) -> bool:
@@ -187,10 +187,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     given, dtype = x, mosaic.stat_dtype(x.dtype)
     x = x.astype(dtype)
     if norm is not None:
-        if centered:
-            x = x - x.mean()
-        x = x * rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
-        x = x if norm[1] is None else x + norm[1].astype(dtype)
+        x, _ = normed_in_jnp(x, *norm, None, None, None, centered=centered, eps=eps)
     if _packed(weights):
         x = mosaic.rounded(x, given.dtype)
         ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]
@@ -265,18 +262,10 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
         sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
         bar=plgpu.Barrier(num_arrivals=p.wgs),
     )
-    return tuple(
-        mosaic.launch_parts(
-            "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
-            [n // p.lines for n in rows], types, x, parts, norm, residual,
-        )
+    return mosaic.launch_parts(
+        "row_linear", functools.partial(_part, p), p.wgs, scratch if p.wgs > 1 else {},
+        [n // p.lines for n in rows], types, x, parts, norm, residual,
     )  # fmt: skip
-
-
-def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual):
-    dtypes = _dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None]
-    options = dict(norm=norm, eps=eps, centered=centered, activation=activation, residual=residual)
-    return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
 def _part(p: SingleRowPlan, refs: mosaic.PartRefs, n):

@@ -124,7 +124,6 @@ def op_by_op(monkeypatch):
     from pallas_kernels.mlstm import chunkwise
 
     monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
-    monkeypatch.setattr(chunkwise, "gated_cell", chunkwise.gated_cell.__wrapped__)
 
 
 @pytest.fixture

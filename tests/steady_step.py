@@ -199,7 +199,7 @@ def part(kernel: Kernel) -> str:
     for name, pattern in OURS.items():
         if re.match(pattern, kernel.name):
             return name
-    if "jit(gated_cell)" in kernel.op:  # the gates, which XLA computes
+    if "jit(chunkwise)" in kernel.op:  # the gates, which XLA computes
         return "vLSTM"
     if in_block and re.search("/(reduce_max|sqrt|dot_general)$", kernel.op):
         return "casts to fp8, maxima, scales"

@@ -22,7 +22,7 @@ REST = "AdamW, norms, copies"
         ("attention_backward_dkv_mosaic_gpu_kernel", BLOCK, "attention"),
         ("rope_forward_mosaic_gpu_kernel", BLOCK, "attention"),
         ("gated_layer_norm_forward_mosaic_gpu_kernel", BLOCK, "norms with the residual"),
-        ("loop_add_maximum_fusion_10", f"{BLOCK}/jit(gated_cell)", "vLSTM"),
+        ("loop_add_maximum_fusion_10", f"{BLOCK}/jit(chunkwise)", "vLSTM"),
         ("loop_convert_select_fusion_12", STEP, REST),
         ("loop_compare_fusion", f"{STEP}/lt", REST),
         ("input_reduce_fusion_2", "", REST),

@@ -130,11 +130,8 @@ def _linear_forward(x, weight, bias, row_norm, total, kernel: bool):
 
 def _linear_backward(kernel, saved, dy):
     x8, w8, (like_weight, like_bias), total = saved
-    if like_bias is None:
-        dy8, dbias = cast(dy, BACKWARD, kernel), None
-    else:
-        dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
-        dbias = dbias.astype(like_bias.dtype)
+    dy8, dbias = cast_and_sum(dy, BACKWARD, kernel, like_bias is not None)
+    dbias = None if dbias is None else dbias.astype(like_bias.dtype)
     dx, totals = times_weight(dy8, w8, dy.dtype), None if total is None else (total,)
     (dw,), totals = weight_gradients(totals, like_weight.dtype, (x8, dy8))
     return dx, dw, dbias, None, totals and totals[0]  # row_norm has no gradient

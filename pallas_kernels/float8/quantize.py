@@ -72,14 +72,23 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     largest: max |x| if it is known, or a bound of it.  An infinity or a NaN in x makes 1 / s
     infinite, and so every product with it NaN.
     """
+    return cast_and_sum(x, dtype, kernel, False, largest)[0]
+
+
+def cast_and_sum(
+    x, dtype, kernel: bool, sums: bool, largest=None
+) -> tuple[Cast, Float[Array, " K"] | None]:
+    """`cast`, and if `sums` the sum of x's rows in float32."""
     if largest is None:
         largest = named(_largest_by_kernel(x) if kernel else _largest(x))
     if kernel:
-        return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
+        (result,), totals = cast_results(lambda x: (x,), [x], [largest], dtype, sums=sums)
+        return result, totals[0] if sums else None
     scale, inverse = _scale(largest, dtype)
     values = saturated(x.astype(jnp.float32) * scale, dtype)
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
-    return lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
+    result = lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
+    return result, x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0) if sums else None
 
 
 def known_norm(row_norm):
@@ -91,15 +100,6 @@ def known_norm(row_norm):
     if not isinstance(row_norm, jax.core.Tracer) and float(row_norm) < 0:
         raise ValueError(f"row_norm={row_norm} is negative")
     return lax.stop_gradient(jnp.float32(row_norm))
-
-
-def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
-    """`cast`, and the sum of x's rows in float32."""
-    if kernel:
-        largest = named(_largest_by_kernel(x))
-        (result,), (total,) = cast_results(lambda x: (x,), [x], [largest], dtype, sums=True)
-        return result, total
-    return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
 def _largest(x):
@@ -176,7 +176,7 @@ def cast_results(
             [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
             [jax.ShapeDtypeStruct((height // TILE, columns), jnp.float32)] * sums,
         ],
-        scratch_types=[mosaic.tiled(_WORDS, TILE, dtype=jnp.int32)] * n,
+        scratch_types=dict(smems=[mosaic.tiled(_WORDS, TILE, dtype=jnp.int32)] * n),
         **mosaic.grid(row=height // TILE, column=columns // TILE),
         compiler_params=plgpu.CompilerParams(approx_math=approx),
     )(
@@ -226,17 +226,17 @@ def _maxima(tile, sources, out_ref):
         out_ref[k, block] = mosaic.folded(jnp.maximum, list(parts)).max()
 
 
-def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *all_smem):
+def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *, smems):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
     # From the end: what the maximum was last taken of may still be in the L2 cache.
     row = all_values[0].shape[0] // _WORDS - 1 - row
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)
-    blocks = [
-        [load(ref, i) for ref in sources] + [_along(ref.at[fours, i]) for ref in rows]
-        for i in range(4)
-    ]
+    # One number of each row, in all its columns.
+    numbers = lambda ref, i: mosaic.read(ref.at[fours, i], _ACROSS.reduce(1))
+    along = lambda ref, i: mosaic.along(numbers(ref, i), (_WORDS, TILE), 0)
+    blocks = [[load(a, i) for a in sources] + [along(a, i) for a in rows] for i in range(4)]
     # Every block computes the scales: XLA would take two kernels for each.
     everywhere = lambda ref: lax.broadcast(ref[0], (_WORDS, TILE))  # one register
     dtype = all_values[0].dtype
@@ -252,10 +252,10 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
             words[k] |= byte << (8 * i)
         if all_sums:
             total += results[0]
-    for word, smem in zip(words, all_smem, strict=True):
+    for word, smem in zip(words, smems, strict=True):
         smem[...] = word
     ampere.meet()
-    for words_ref, smem in zip(all_words, all_smem, strict=True):
+    for words_ref, smem in zip(all_words, smems, strict=True):
         turned = plgpu.load(smem.transpose((1, 0)), layout=_DOWN)
         mosaic.store(words_ref.at[columns, fours], turned)
     for sums_ref in all_sums:
@@ -266,12 +266,6 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
         for one_ref, inverse_ref in zip(largest, all_inverse, strict=True):
             one = plgpu.layout_cast(lax.broadcast(one_ref[0], (128,)), _EQUAL)
             inverse_ref[0] = _scale(one, dtype)[1].max()
-
-
-def _along(row_ref):
-    """One number of each row, in all its columns."""
-    numbers = mosaic.read(row_ref, _ACROSS.reduce(1))
-    return mosaic.along(numbers, (_WORDS, TILE), 0)
 
 
 def column_numbers():

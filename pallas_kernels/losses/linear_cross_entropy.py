@@ -11,9 +11,9 @@ known up to a constant factor as soon as its logits are: the forward pass also c
 A factor that is known in advance is applied to dz (`scale`); if nothing else follows the loss, the
 backward pass has nothing to do.
 
-XLA runs the matmuls, at the hardware's limit.  The kernel between them (kernels.py) reads a row of
-logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to x's dtype
-for its matmuls.
+XLA runs the matmuls, at the hardware's limit.  The kernel between them is cross_entropy's: it reads
+a row of logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to
+x's dtype for its matmuls.
 
 With `fp8` z = Q4(x) Q4(W)^T, dx = Q5(dz) Q4(W), dW = Q5(dz)^T Q4(x), where Q4 and Q5 round to e4m3
 and e5m2; the products are fp8_linear's.  dz = exp(z - log_sum) - [v = label] needs no maximum:
@@ -33,8 +33,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear as fp8_linear
 from pallas_kernels.float8 import quantize
 from pallas_kernels.float8.quantize import TILE, Cast, cast
-from pallas_kernels.losses.cross_entropy import losses_of, mask_by_label
-from pallas_kernels.losses.kernels import capped, logits_kernel
+from pallas_kernels.losses.cross_entropy import capped, logits_kernel, losses_of, mask_by_label
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import check as check_totals
 from pallas_kernels.totals import summed

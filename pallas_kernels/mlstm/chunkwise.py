@@ -1,6 +1,5 @@
-"""The chunkwise mLSTM cell on tensor cores: both directions, around the two kernels.
-
-At the end is the cell with what follows it in an xLSTM block, on one array.
+"""The chunkwise mLSTM cell on tensor cores: both directions, around the two kernels, and with the
+output gate and norm that follow in an xLSTM block.
 """
 
 import functools
@@ -53,6 +52,7 @@ class CellCall(NamedTuple):
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
+    norm_eps: float | None
     form: CellForm
 
 
@@ -70,32 +70,18 @@ def in_place(packed: Packed, form: CellForm) -> bool:
 
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "form"),
+    static_argnames=("gate", "normalize", "return_state", "norm_eps", "form"),
 )
-def chunkwise(operands, i, f, *, return_state=False, **options):
-    """Computes `reference.chunkwise` with the kernels, for eps = 0; options: of `arguments`.
+def chunkwise(
+    operands, i, f, weight=None, *,
+    gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
+    norm_eps=None, form: CellForm = HOPPER,
+):  # fmt: skip
+    """Computes `reference.chunkwise` with the kernels, for eps = 0.
 
     operands: q, k and v, or a Packed of them.
+    weight: of the norm that follows, if it `fits`; o is then the fourth part of the Packed.
     """
-    arrays, i, lf, first, m, starts, call = arguments(
-        operands, i, f, return_state=return_state, **options
-    )
-    h, last = cell(arrays, i, lf, first, m, starts, call)
-    h = h[:, : call.length, :, : call.dv]
-    if not return_state:
-        return h
-    c, n = last[0][..., : call.dqk, : call.dv], last[1][..., : call.dqk]
-    m_last = gates(i, lf, m, starts, call.size).m_last
-    scale = jnp.exp(lax.stop_gradient(m_last) - m_last)  # 1, with the gradient of e^-m
-    return h, (c * scale[..., None, None], n * scale[..., None], m_last)
-
-
-def arguments(
-    operands, i, f, *,
-    gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    form: CellForm = HOPPER,
-):  # fmt: skip
-    """The arguments of `cell`.  A Packed may have further parts if it is read in place."""
     packed = operands if isinstance(operands, Packed) and in_place(operands, form) else None
     q, k, v, *_ = split(operands) if packed is None else shapes(operands)
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
@@ -111,12 +97,18 @@ def arguments(
     # Tiles are multiples of 64 columns.  Other lengths and widths are padded in copies.
     pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64)
     arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
-    size = tile_size(dqk, dv, form)
     call = CellCall(
-        q.shape[1], dqk, dv, size, normalize, first is not None, return_state, mosaic.sm_count(),
-        form,
+        q.shape[1], dqk, dv, tile_size(dqk, dv, form), normalize, first is not None, return_state,
+        mosaic.sm_count(), norm_eps, form,
     )  # fmt: skip
-    return arrays, i, lf, first, m, starts, call
+    h, last = cell(arrays, i, lf, first, m, starts, weight, call)
+    h = h[:, : call.length, :, :dv]
+    if not return_state:
+        return h
+    c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
+    m_last = gates(i, lf, m, starts, call.size).m_last
+    scale = jnp.exp(lax.stop_gradient(m_last) - m_last)  # 1, with the gradient of e^-m
+    return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
 
 def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
@@ -130,12 +122,14 @@ def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     ]
 
 
-def cell_forward(arrays, i, lf, first, m, starts, call):
+def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     """((h, last), what `cell_backward` needs).
 
     arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side, which may
     have further columns.
     first: the initial (C, n), None for zero; last: the final one, if requested.
+    weight: computes sigmoid(o) layer_norm(h, weight) in place of h, o being the last columns of one
+    array.  Splitting the array would copy it: the kernels index its columns.
     """
     outputs = call.form.chunk_outputs
     q, k, v = _heads(arrays, i.shape[2], call)
@@ -154,7 +148,11 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
     # states, which take more memory than h and little time.
     h, norm, sign = (checkpoint_name(x, "vlstm") for x in (h, norm, sign))
-    return (h, last), (arrays, g, c, n, norm, sign)
+    normed = None
+    if weight is not None:
+        gate, eps = arrays[0], call.norm_eps
+        (h, _), normed = norms.forward(h, weight, None, None, None, gate, True, eps)
+    return (h, last), (arrays, g, c, n, norm, sign, normed)
 
 
 def _gradient(call: CellCall, mode, into, *operands) -> tuple[Any, Any]:
@@ -171,14 +169,13 @@ def _gradient(call: CellCall, mode, into, *operands) -> tuple[Any, Any]:
     return mosaic.in_place(run, into, *operands, results=True)
 
 
-def cell_backward(call, saved, cotangents, joint=None):
-    """The gradients of `cell`'s arguments.
-
-    joint: for one array that has further columns: an array with the gradient of these, in which
-    dq, dk and dv are written.
-    """
-    arrays, g, c, n, norm, sign = saved
-    dh, d_last = cotangents
+def cell_backward(call, saved, cotangents):
+    """The gradients of `cell`'s arguments."""
+    arrays, g, c, n, norm, sign, normed = saved
+    (dh, d_last), dweight, joint = cotangents, None, None
+    if normed is not None:
+        # joint: the gradient of the array, with the columns of o alone; dq, dk and dv follow.
+        dh, dweight, *_, joint = norms.backward(True, call.norm_eps, normed, (dh, None))
     q, k, v = _heads(arrays, dh.shape[2], call)
     dh = Heads.of(dh, dh.shape[-1], call.size)
     # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a
@@ -210,18 +207,10 @@ def cell_backward(call, saved, cotangents, joint=None):
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
     flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
-    return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
+    return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None, dweight
 
 
-cell = with_gradient(cell_forward, cell_backward, nondiff_argnums=(6,))
-
-# ---- with the output gate and the norm of each head, on one array --------------------------------
-#
-#     (q | k | v | o) = packed,   y = sigmoid(o) layer_norm(cell(q, k, v, i, f), weight)
-#
-# Splitting the array would copy it.  Here the kernels index its columns, and the backward kernels
-# write into one gradient: the norm's makes it, with the columns of o, and the kernels of dq, dk and
-# dv write theirs into it.
+cell = with_gradient(cell_forward, cell_backward, nondiff_argnums=(7,))
 
 
 def gated_fits(packed: Packed, weight, eps, implementation, form) -> bool:
@@ -241,31 +230,3 @@ def gated_fits(packed: Packed, weight, eps, implementation, form) -> bool:
         return False
     dispatch.record(decision)
     return True
-
-
-@functools.partial(
-    jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "form", "norm_eps"),
-)
-def gated_cell(packed, i, f, weight, *, norm_eps, **options):
-    """y; options: of `arguments`."""
-    (x,), i, lf, _, m, starts, call = arguments(packed, i, f, **options)
-    return _gated_cell(x, i, lf, m, starts, weight, call, norm_eps)
-
-
-def _gated_forward(x, i, lf, m, starts, weight, call, eps):
-    (h, _), saved = cell_forward((x,), i, lf, None, m, starts, call)
-    (y, _), stats = norms.forward(True, eps, h, None, weight, None, x)
-    return y, (saved, h, stats, weight)
-
-
-def _gated_backward(call, eps, kept, dy):
-    saved, h, stats, weight = kept
-    (x,), *_ = saved
-    # joint: the gradient of x, with the columns of o alone.
-    dh, dweight, _, _, joint = norms.backward(True, h, stats, dy, None, weight, None, None, x)
-    (d,), di, dlf, _, dm, _ = cell_backward(call, saved, (dh, None), joint)
-    return d, di, dlf, dm, None, dweight
-
-
-_gated_cell = with_gradient(_gated_forward, _gated_backward, nondiff_argnums=(6, 7))

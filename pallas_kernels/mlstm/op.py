@@ -131,23 +131,23 @@ def _run(
     implementation, **options,
 ):  # fmt: skip
     """The op by the kernels of a form, or for None by jnp; with a weight the norm as well."""
-    o = None
+    o, run = None, functools.partial(chunkwise.chunkwise, form=form)
     if norm_weight is not None:
         alone = form is not None and not return_state and initial_state is None
         if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation, form):
-            arrays = operands, i, f, norm_weight
-            return chunkwise.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
+            return run(operands, i, f, norm_weight, norm_eps=norm_eps, **options)
         *operands, o = split(operands)
     options |= dict(initial_state=initial_state, return_state=return_state)
     if form is None:
         options |= dict(eps=eps, chunk_size=chunk_size)
         result = reference.chunkwise(*split(operands), i, f, **options)
     else:
-        result = chunkwise.chunkwise(operands, i, f, form=form, **options)
+        result = run(operands, i, f, **options)
     if norm_weight is None:
         return result
     h, *state = result if return_state else (result,)
-    y = layer_norm(h, norm_weight, gate=o, eps=norm_eps, implementation=implementation)
+    how = "xla" if h.shape[-1] % 64 else implementation  # the norm has no kernel for such heads
+    y = layer_norm(h, norm_weight, gate=o, eps=norm_eps, implementation=how)
     return (y, *state) if return_state else y
 
 

@@ -174,35 +174,10 @@ def _sums_between(lf):
     """(...,L) -> (...,L,L): at [t, j] the sum of lf after position j, up to and including t >= j.
 
     A difference of running sums would have their rounding errors, and its gradients would cancel.
-    Here only numbers of one sign are added.  Blocks of sqrt(L) positions keep that cheap: a pair of
-    positions in two blocks adds the end of the first block, the blocks between, and the start of
-    the second block.
+    Here each j has its own running sum, of numbers of one sign.
     """
-    length = lf.shape[-1]
-    width = math.isqrt(max(length - 1, 0)) + 1
-    blocks = mosaic.cdiv(length, width)
-    lf = jnp.pad(lf, [(0, 0)] * (lf.ndim - 1) + [(0, -length % width)])
-    lf = lf.reshape(*lf.shape[:-1], blocks, width)
-    within = _masked_sums(lf, lambda t, j, u: (j < u) & (u <= t))  # (...,blocks,width,width)
-    begins = _dot(lf, jnp.triu(jnp.ones((width, width), lf.dtype)))  # (...,blocks,width)
-    between = _masked_sums(begins[..., -1], lambda t, j, u: (j < u) & (u < t))
-    sums = between[..., None, :, None] + within[..., None, None, :, -1, :] + begins[..., None, None]
-    same = jnp.eye(blocks, dtype=bool)[:, None, :, None]
-    sums = jnp.where(same, within[..., None, :], sums)  # (...,blocks,width,blocks,width)
-    sums = sums.reshape(*sums.shape[:-2], blocks * width)
-    sums = sums.reshape(*lf.shape[:-2], blocks * width, blocks * width)
-    return sums[..., :length, :length]
-
-
-def _masked_sums(x, mask):
-    """(...,n) -> (...,n,n): at [t, j] the sum of the x[u] for which mask(t, j, u).
-
-    It is a matmul, because XLA fuses a sum of `where` into its users and recomputes it in each.
-    """
-    n = x.shape[-1]
-    t, j, u = jnp.meshgrid(*[jnp.arange(n)] * 3, indexing="ij")
-    counted = mask(t, j, u).astype(x.dtype).reshape(n * n, n).T
-    return _dot(x, counted).reshape(*x.shape, n)
+    after = jnp.tril(jnp.ones((lf.shape[-1],) * 2, bool), -1)
+    return jnp.cumsum(jnp.where(after, lf[..., None], 0), -2)
 
 
 def _row_scale(l, m, gate, normalize, eps):

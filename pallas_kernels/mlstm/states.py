@@ -327,11 +327,16 @@ def body(s: Walk, inputs: WalkInputs, outputs, /, **smem):
     pl.loop(0, STAGES)(functools.partial(_load_x, w))
     pl.when(w.wg == s.wgs - 1)(lambda: pl.loop(0, STAGES)(functools.partial(_load_common, w)))
 
-    # Walk along the span.
-    acc = plgpu.ACC((ROWS, s.size), jnp.float32)
-    sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
+    def along_chunks(acc):
+        acc[...], sums = w.first(TRANSPOSED.reduce(1))
+        if inputs.other is not None:
+            _load_other(w, 0)
+        step = functools.partial(_step, w, acc)
+        _, sums = lax.fori_loop(0, w.steps, step, (w.decay(0), sums))
+        return acc[...], sums
 
-    w.store_end(state, sums)
+    # Walk along the span.
+    w.store_end(*pl.run_scoped(along_chunks, plgpu.ACC((ROWS, s.size), jnp.float32)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -368,15 +373,6 @@ def _load_other(w: Walker, n):
 # Walk.
 
 
-def _along_chunks(w: Walker, acc):
-    """Walks along the span's chunks; returns the final (s, S)."""
-    acc[...], sums = w.first(TRANSPOSED.reduce(1))
-    if w.inputs.other is not None:
-        _load_other(w, 0)
-    _, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w, acc), (w.decay(0), sums))
-    return sums, acc[...]
-
-
 def _step(w: Walker, acc, n, carry):
     decay, sums = carry
     smem, stage = w.smem, w.ring.slot(n)
@@ -386,7 +382,10 @@ def _step(w: Walker, acc, n, carry):
     if w.outputs.before is not None:
         _store_state(w, n, state, sums)
     if w.inputs.other is not None:
-        _multiply_other(w, n, state)
+        plgpu.barrier_wait(smem.other_full.at[w.wg])
+        w.multiply_other(n, state, smem.other.at[w.wg])
+        plgpu.commit_smem()
+        pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
     # Decay the state.
     acc[...] = state * decay
     pl.when(n > 0)(lambda: w.ring.refill(n - 1, functools.partial(_load_common, w)))
@@ -413,13 +412,6 @@ def _store_state(w: Walker, n, state, sums):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, w.chunk(n), *w.here])
     w.store_before(n, sums)
-
-
-def _multiply_other(w: Walker, n, state):
-    plgpu.barrier_wait(w.smem.other_full.at[w.wg])
-    w.multiply_other(n, state, w.smem.other.at[w.wg])
-    plgpu.commit_smem()
-    pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
 
 
 def _sum_columns(w: Walker, stage):

@@ -31,7 +31,7 @@ def statistics(centered: bool, t, mean, x, eps):
     if not centered:
         return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
     average = mean(x)
-    from_mean = lambda c: t.zero_padding(x(c) - t.broadcast(average), c)
+    from_mean = lambda c: x(c) - t.broadcast(average)
     # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
     error, square = mean(lambda c: (from_mean(c), jnp.square(from_mean(c))))
     # Beyond 1e26 both squares may be infinite: r is then 0, as without the correction.
@@ -59,33 +59,32 @@ def differentiate(t, n, g, means, r, *_):
 # ---- forward -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def forward(centered, eps, x, residual, weight, bias, gate, x_bias=None):
+@functools.partial(jax.jit, static_argnums=(6, 7))  # traced and lowered once for all layers
+def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    x_bias: is in x already; the backward pass sums its gradient by heads if it has some, and needs
-    the statistics in this order.
+    x_bias: is added to x first; the backward pass sums its gradient by heads if it has some, and
+    needs the statistics in this order.
     With a gate y is multiplied by sigmoid(gate).  The gate may be the last heads of a wider array,
     which is read in place.
-    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
+    Returns (y, s), None without a residual, and what the backward pass needs; of it the statistics
+    are float32 (heads, sets of rows, lines).
     """
-    shape = x.shape
-    name = f"{name_of(centered, residual, gate)}_forward"
-    params = weight, bias, x_bias
-    x, residual, gate, weight, bias, _ = flatten(x, params, (x, residual, gate))
-    t = choose_tiling("forward", x.shape, x.dtype)
+    x, params = mosaic.plus(x, x_bias), (weight, bias, x_bias)
+    rows, of_residual, of_gate, *own = flatten(x, params, (x, residual, gate))
+    t = choose_tiling("forward", rows.shape, x.dtype)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
     y, s, stats = launch(
         functools.partial(_normalise, centered, eps, t),
-        name,
+        f"{name_of(centered, residual, gate)}_forward",
         t,
         [like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)],
         dict(means_smem=plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)),
         gate,
-    )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
-    y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
-    return (y, s), stats
+    )(*jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2])))
+    y, s = jax.tree.map(lambda a: t.unview(a).reshape(x.shape), (y, s))
+    return (y, s), (x if s is None else s, stats, *params, gate)
 
 
 def _normalise(
@@ -196,22 +195,20 @@ def given(**arrays):
 # ---- backward ----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
-    """Gradients of `forward` in one pass over memory; XLA adds up the programs' sums.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def backward(centered, _, saved, cotangents):
+    """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the programs' sums.
 
-    With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
-    dx + ds over the rows, which would cost XLA another pass over memory.
-    Returns dx (+ ds) in x's dtype; the gradients of weight, bias, x_bias and gate in theirs (or
-    None).  A gate needs a forward pass without a bias.  If it is a part of a wider array, its
-    gradient stands where it stands in an array like that, whose other columns are undefined.
+    With a residual, both it and x get dx + ds; the gradient of x_bias is their sum over the rows,
+    which would cost XLA another pass over memory.
+    A gate needs a forward pass without a bias.  If it is a part of a wider array, its gradient
+    stands where it stands in an array like that, whose other columns are undefined.
     """
+    (x, stats, *params, gate), (dy, ds) = saved, cotangents
+    shapes, dtype = (x.shape, None if gate is None else gate.shape), dy.dtype
     name = f"{name_of(centered, ds, gate)}_backward"
-    shapes = x.shape, None if gate is None else gate.shape
-    original = given(weight=weight, bias=bias, x_bias=x_bias)
-    x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
-    weight, bias, x_bias = params
-    summed = given(weight=weight, bias=bias, x_bias=x_bias)
+    original = given(**dict(zip(("weight", "bias", "x_bias"), params, strict=True)))
+    x, dy, ds, gate, weight, *_ = flatten(x, params, (x, dy, ds, gate))
     t = choose_tiling("backward", x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((t.heads, t.programs, t.blocks, t.block), jnp.float32)
     # Steps take turns, so that a warp that is a step ahead overwrites nothing.
@@ -219,19 +216,19 @@ def backward(centered, x, stats, dy, ds, weight, bias, x_bias, gate):
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     dx, dgate, sums = launch(
-        functools.partial(_backward_tiles, centered, t, tuple(summed)),
+        functools.partial(_backward_tiles, centered, t, tuple(original)),
         name,
         t,
-        [like(x), like(gate), (sums,) * len(summed)],
+        [like(x), like(gate), (sums,) * len(original)],
         dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means),
         gate,
     )(x, dy, ds, gate, weight, tuple(stats))
-    whole = lambda a: a.sum(1).reshape(t.heads, -1)[:, : t.cols]
     pairs = zip(original.items(), sums, strict=True)
-    dweights = {k: whole(a).astype(w.dtype).reshape(w.shape) for (k, w), a in pairs}
+    of_params = {k: a.sum(1).reshape(w.shape).astype(w.dtype) for (k, w), a in pairs}
     unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
     dx, dgate = map(unview, (dx, dgate), shapes)
-    return dx, *map(dweights.get, ("weight", "bias", "x_bias")), dgate
+    dweight, dbias, dx_bias = map(of_params.get, ("weight", "bias", "x_bias"))
+    return dx.astype(dtype), dweight, dbias, None if ds is None else dx, dx_bias, dgate
 
 
 def _backward_tiles(

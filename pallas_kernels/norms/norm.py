@@ -108,7 +108,7 @@ def _rsqrt_jvp(primals, tangents):
     return r, -0.5 * (r * (r * (r * tangents[0])))
 
 
-def _reference(x, weight, bias, residual, x_bias, gate, *, centered, eps):
+def normed_in_jnp(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = x.dtype
     s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), dtype)
@@ -158,35 +158,14 @@ def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | 
         return f"eps={eps} is not positive"
     if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
         return f"residual is {residual.dtype}, narrower than x ({x.dtype})"
-    return None
+    # Kernels that padded such rows had 0.16 to 1.04 of XLA's speed.
+    return mosaic.not_a_multiple(64, C=c)
 
 
-def why_slower(x, *arrays, **options) -> str | None:
-    """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
-
-    Kernels that padded had 0.16 to 0.60 of XLA's speed forward, 0.26 to 1.04 in both directions, at
-    C = 3 to 8191 (H100, JAX 0.11.2).
-    """
-    c = x.shape[-1]
-    return f"the kernel would pad C={c} to a multiple of 64" if c % 64 else None
-
-
-def _save(x, weight, bias, residual, x_bias, gate, centered, eps):
-    """((y, s), what the backward pass needs); s is None without a residual."""
-    x = mosaic.plus(x, x_bias)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(centered, eps, x, residual, weight, bias, gate, x_bias)
-    return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
-
-
-def _gradients(centered, _, saved, cotangents):
-    (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, dweight, dbias, *gradients = backward(centered, x, stats, dy, ds, *others)
-    return dx.astype(dy.dtype), dweight, dbias, None if ds is None else dx, *gradients
-
-
-_norm = with_gradient(_save, _gradients, nondiff_argnums=(6, 7))
+# The rules of both directions lie beside their kernels.
+_norm = with_gradient(forward, backward, nondiff_argnums=(6, 7))
 
 FORMS = (
-    Form("general", _norm, "sm_80", why_not, why_slower),
-    Form("xla", _reference),
+    Form("general", _norm, "sm_80", why_not),
+    Form("xla", normed_in_jnp),
 )

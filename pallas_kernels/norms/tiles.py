@@ -42,8 +42,7 @@ class Tiling(NamedTuple):
 
     rows: int
     heads: int
-    cols: int  # columns without padding
-    width: int  # columns of the arrays that the kernel gets
+    cols: int
     block: int  # columns of a line
     blocks: int  # of a row
     wide: bool
@@ -82,14 +81,12 @@ class Tiling(NamedTuple):
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The shape that kernels copy: (rows, heads, width / block, block)."""
-        return (self.tiles * self.tile, self.heads, self.width // self.block, self.block)
+        """The shape that kernels copy: (rows, heads, cols / block, block)."""
+        return (self.tiles * self.tile, self.heads, self.blocks, self.block)
 
     def view(self, x):
-        """Splits the columns into blocks, after padding what the kernel cannot copy otherwise."""
-        x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
-        if x.ndim == 3:
-            x = mosaic.pad_axis(x, 0, self.tile)
+        """Splits the columns into blocks, after padding the rows to whole tiles."""
+        x = mosaic.pad_axis(x, 0, self.tile) if x.ndim == 3 else x
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
     def place(self, ref, tile):
@@ -101,7 +98,7 @@ class Tiling(NamedTuple):
         return pl.ds(tile * self.tile, self.tile), head
 
     def unview(self, x):
-        return x.reshape(*x.shape[:-2], self.width)[: self.rows, :, : self.cols]
+        return x.reshape(*x.shape[:-2], self.cols)[: self.rows]
 
     def first_block(self, chunk):
         """The first block of a chunk of a wide row; the last chunk may repeat blocks."""
@@ -130,16 +127,6 @@ class Tiling(NamedTuple):
         """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)
 
-    def zero_padding(self, x, chunk):
-        """Sets the padding columns of the last blocks to zero."""
-        start = self.first_block(chunk) if self.wide else chunk
-        if (start + (LINES if self.wide else 1)) * self.block <= self.cols:
-            return x  # no padding in this chunk
-        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
-        block = iota(0) + start if self.wide else start
-        column = iota(1) + block * self.block
-        return jnp.where(column < self.cols, x, 0.0)
-
     def zeros(self):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
@@ -150,21 +137,20 @@ def choose_tiling(direction, shape, dtype) -> Tiling:
     Statistics of both directions have one order: a row is narrow in both or in none.
     """
     rows, heads, cols = shape
-    width = cols + -cols % 64
     # Rows are padded only if they are too short for four warps.
-    wide = cols > _NARROW or (rows % LINES > 0 and width >= 64 * LINES)
+    wide = cols > _NARROW or (rows % LINES > 0 and cols >= 64 * LINES)
     tile, per_sm = LINES, _BLOCKS
-    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
+    while not wide and 2 * tile * cols <= _SHORT and rows % (2 * tile) == 0:
         tile *= 2
     if wide:
         _, tile, per_sm = next(w for w in _WIDE if cols <= w[0] and rows % w[1] == 0)
         tile = tile if direction == "backward" else 1
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES if wide else 1
-    fitting = [b for b in (256, 128, 64) if width % b == 0 and b <= widest]
+    fitting = [b for b in (256, 128, 64) if cols % b == 0 and b <= widest]
     # The widest of the blocks with which the last chunk repeats the least.
-    block = min(fitting, key=lambda b: mosaic.cdiv(width, b * lines) * b * lines)
+    block = min(fitting, key=lambda b: mosaic.cdiv(cols, b * lines) * b * lines)
     programs = mosaic.cdiv(rows, tile)
     if direction == "backward":
         programs = min(programs, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    return Tiling(rows, heads, cols, width, block, width // block, wide, tile, programs)
+    return Tiling(rows, heads, cols, block, cols // block, wide, tile, programs)

@@ -131,6 +131,9 @@ def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
     return None
 
 
+@functools.partial(  # traced and lowered once for all layers
+    jax.jit, static_argnames=("dtypes", "eps", "centered", "activation")
+)
 def products(
     x, weights: tuple[QuantizedWeight, ...], biases, dtypes, *,
     norm=None, eps=0.0, centered=False, activation=None, residual=None,
@@ -143,13 +146,7 @@ def products(
     p = plan(weights, activation, norm, eps, centered)
     wide = lambda a: None if a is None else mosaic.pad_axis(a, 0, COLUMNS)
     arrays = [(w.words, w.scales, w.offsets, wide(b)) for w, b in zip(weights, biases, strict=True)]
-    parts = tuple(tuple(arrays[i : i + p.each]) for i in range(0, len(arrays), p.each))
-    ys = _products(x, parts, norm, wide(residual), tuple(dtypes), p)
-    return [y[: w.shape[1]] for y, w in zip(ys, weights[:: p.each], strict=True)]
-
-
-@functools.partial(jax.jit, static_argnums=(4, 5))  # traced and lowered once for all layers
-def _products(x, parts, norm, residual, dtypes, p: RowPlan):
+    parts = [arrays[i : i + p.each] for i in range(0, len(arrays), p.each)]
     step, blocks = p.step, [len(part[0][0]) for part in parts]
 
     def by_step(words, scales, offsets, bias):
@@ -179,13 +176,14 @@ def _products(x, parts, norm, residual, dtypes, p: RowPlan):
     )
     line = lambda count, dtype: jax.ShapeDtypeStruct((count * COLUMNS,), dtype)
     types = list(map(line, blocks, dtypes))
-    return mosaic.launch_parts(
+    ys = mosaic.launch_parts(
         "quantized_linear_row", functools.partial(_part, p), p.wgs, scratch, blocks, types,
         mosaic.pad_axis(x, 0, p.turns * TURN * step).reshape(-1, step),
         [[by_step(*arrays) for arrays in part] for part in parts],
         jax.tree.map(lambda a: a.astype(jnp.float32).reshape(-1, step), norm),
-        residual,
+        wide(residual),
     )  # fmt: skip
+    return [y[: w.shape[1]] for y, w in zip(ys, weights[:: p.each], strict=True)]
 
 
 class _Weight(NamedTuple):

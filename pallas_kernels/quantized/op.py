@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked, custom_vjp
+from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.quantized import formats, gemm, gemv, matmul
 from pallas_kernels.quantized.formats import PlainWeight, QuantizedWeight, dequantize
 
@@ -95,8 +95,7 @@ def _check(x, weight, bias):
         raise ValueError(f"bias has shape {bias.shape}, but the weight needs ({n},)")
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x, weight, bias, dtype, kernel: bool):
+def _product(x, weight, bias, dtype, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (bias,), (dtype,))[0][None]
@@ -148,7 +147,7 @@ def _many(x) -> bool:
 
 def _forward(x, weight, bias, dtype, kernel):
     like = x[:0], None if bias is None else bias[:0]
-    return _linear(x, weight, bias, dtype, kernel), (weight, *like)
+    return _product(x, weight, bias, dtype, kernel), (weight, *like)
 
 
 def _backward(dtype, kernel, saved, dy):
@@ -173,7 +172,7 @@ def _dense(weight, x):
     return dequantize(weight, x.dtype)
 
 
-_linear.defvjp(_forward, _backward)
+_linear = with_gradient(_forward, _backward, nondiff_argnums=(3, 4))
 
 FORMS = (
     Form("hopper", _rows, "sm_90a", why_not),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.torch.program import Array, Program, Step
+from pallas_kernels.torch.program import Array, Program, ProgramStep
 
 _THREADS = 256
 DEEPEST = 100  # steps one upon the other; `value` calls itself for each
@@ -72,7 +72,7 @@ _FORMULAS |= {name: name + "({0})" for name in "exp exp2 log log1p log2 tanh sqr
 _MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unstack iota".split())
 
 
-def fits(step: Step, arrays: Sequence[Array]) -> bool:
+def fits(step: ProgramStep, arrays: Sequence[Array]) -> bool:
     """Whether the step can be part of a function."""
     kinds, name = [arrays[i] for i in (*step.ins, *step.outs)], step.primitive
     parts = name == "bitcast_convert_type" and kinds[0].shape != kinds[1].shape
@@ -140,7 +140,7 @@ class _Group:
         text = self.computed(self.program.made[root], root, at)
         return self.let(kind, f"float({memory}({text}))" if memory in ("f16", "bf16") else text)
 
-    def computed(self, step: Step, number: int, at: tuple[str, ...]) -> str:
+    def computed(self, step: ProgramStep, number: int, at: tuple[str, ...]) -> str:
         name, p = step.primitive, step.params
         shapes = [self.program.arrays[i].shape for i in step.ins]
         kind, memory = _TYPES[self.program.arrays[number].dtype]

@@ -1,9 +1,9 @@
 """Makes an op of ours callable with tensors: one layer for all of them.
 
-An op for certain shapes and options is a `Call`.  It has plans (plan.py) of the op alone, or of the
-op with what its backward pass needs, and of that pass; a runner runs them (run.py).  Plans are kept
-on disk: JAX is imported only where one is new.  torch.compile and other tracers see the two passes
-as the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
+An op for certain shapes and options is an `OpCall`.  It has plans (plan.py) of the op alone, or of
+the op with what its backward pass needs, and of that pass; a runner runs them (run.py).  Plans are
+kept on disk: JAX is imported only where one is new.  torch.compile and other tracers see the two
+passes as the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
 """
 
 import functools
@@ -26,8 +26,8 @@ from pallas_kernels.torch import run
 from pallas_kernels.torch.program import Entry
 
 log = logging.getLogger("pallas_kernels")
-_calls: dict[str, "Call"] = {}  # by key
-_known: dict[tuple, "Call"] = {}  # by arguments
+_calls: dict[str, "OpCall"] = {}  # by key
+_known: dict[tuple, "OpCall"] = {}  # by arguments
 _WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
@@ -74,7 +74,7 @@ def _versions() -> tuple:
     return (*found, total.hexdigest())
 
 
-class Call:
+class OpCall:
     """An op for arrays of certain shapes and dtypes, with certain options.
 
     template: its arguments and keywords, with `...` for each tensor.
@@ -177,7 +177,7 @@ def _traced(arrays) -> bool:
     return other or modes > 0 or functorch.peek_interpreter_stack() is not None
 
 
-def _run(call: Call, backward: bool, *arrays):
+def _run(call: OpCall, backward: bool, *arrays):
     """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
     if _traced(arrays):
         return getattr(torch.ops.pallas_kernels, call.name)(list(arrays), call.key, backward)
@@ -188,7 +188,7 @@ class _Function(torch.autograd.Function):
     """One of the passes; that of the backward pass has no gradient, and says so."""
 
     @staticmethod
-    def forward(ctx, call: Call, backward: bool, *arrays):
+    def forward(ctx, call: OpCall, backward: bool, *arrays):
         out, entry = _run(call, backward, *arrays), call.entry
         ctx.call, ctx.second = call, backward
         if backward:
@@ -250,7 +250,7 @@ class Op:
         except TypeError:
             found = _known.get(what := _each(_static, what))
         if found is None:
-            found = _known[what] = Call(name, what[1], wrt, arrays)
+            found = _known[what] = OpCall(name, what[1], wrt, arrays)
         forward_mode = forward_ad._current_level >= 0  # which PyTorch refuses for a _Function
         out = (_Function.apply if wrt or forward_mode else _run)(found, False, *arrays)
         return out[0] if found.entry.out is ... else _filled(found.entry.out, out)

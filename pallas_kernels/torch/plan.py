@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from pallas_kernels.torch import glue, launch, trace
-from pallas_kernels.torch.program import Glue, Plan, Program, Step, Unit
+from pallas_kernels.torch.program import Glue, Plan, Program, ProgramStep, Unit
 
 
 def _lower(program: Program) -> dict[int, int]:
@@ -22,7 +22,7 @@ def _lower(program: Program) -> dict[int, int]:
 
     def copy(number: int) -> int:
         out = program.new(program.arrays[number])
-        program.step(Step("copy", {}, (number,), (out,)))
+        program.step(ProgramStep("copy", {}, (number,), (out,)))
         return out
 
     for step in steps:
@@ -32,7 +32,7 @@ def _lower(program: Program) -> dict[int, int]:
             shared = [i for i in aliases if reads[old[i]] > 1 or old[i] not in program.made]
             ins = tuple(copy(n) if i in shared else n for i, n in enumerate(step.ins))
             same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
-            step = Step("kernel", trace.kernel(step.params["of"]), ins, step.outs)
+            step = ProgramStep("kernel", trace.kernel(step.params["of"]), ins, step.outs)
         program.step(step)
     for number in outputs:
         fresh = roots[number] in program.made and roots[number] not in program.outputs
@@ -40,7 +40,7 @@ def _lower(program: Program) -> dict[int, int]:
     return same
 
 
-def _launches(program: Program) -> list[Step]:
+def _launches(program: Program) -> list[ProgramStep]:
     """Steps in order, and before each the glue that it waits for, as much at once as can be.
 
     XLA's barriers say which arrays lie in memory, too.
@@ -49,14 +49,14 @@ def _launches(program: Program) -> list[Step]:
     stored = {*program.inputs, *program.constants}
     reads = [None if glue.fits(s, arrays) else {roots[i] for i in s.ins} for s in steps]
     wanted = {*program.outputs}.union(*filter(None, reads))
-    done: list[Step] = []
+    done: list[ProgramStep] = []
     waiting: list[int] = []
     depth: dict[int, int] = {}
 
     def flush(now: list[int]) -> None:
         if now:
             text, arguments, blocks = glue.write(program, stored, now)
-            done.append(Step("glue", Glue(blocks, launch.binary(text)), arguments, ()))
+            done.append(ProgramStep("glue", Glue(blocks, launch.binary(text)), arguments, ()))
             stored.update(now)
             waiting[:] = [root for root in waiting if root not in stored]
 

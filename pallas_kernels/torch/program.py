@@ -30,7 +30,7 @@ class Glue(NamedTuple):
     binary: bytes
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """outs = primitive(ins); ins and outs number a program's arrays."""
 
     primitive: str
@@ -46,8 +46,8 @@ class Program:
         self.arrays: list[Array] = []  # by number
         self.roots: list[int] = []  # by number: the array that a reshaped one is, or the array
         self.constants: dict[int, np.ndarray] = {}
-        self.steps: list[Step] = []
-        self.made: dict[int, Step] = {}  # by number
+        self.steps: list[ProgramStep] = []
+        self.made: dict[int, ProgramStep] = {}  # by number
         self.inputs = [self.new(x) for x in inputs]
         self.outputs: list[int] = []
 
@@ -56,7 +56,7 @@ class Program:
         self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
-    def step(self, step: Step) -> Sequence[int]:
+    def step(self, step: ProgramStep) -> Sequence[int]:
         self.steps.append(step)
         self.made |= dict.fromkeys(step.outs, step)
         return step.outs
@@ -65,7 +65,7 @@ class Program:
 class Unit(NamedTuple):
     """One launch with the slots of its arguments, or an operator of PyTorch."""
 
-    what: Kernel | Glue | Step
+    what: Kernel | Glue | ProgramStep
     slots: tuple[int, ...]  # of an operator: its results
     reads: tuple[tuple[int, tuple[int, ...]], ...]  # of an operator: slots with shapes
     dead: tuple[int, ...]  # slots whose tensors are free after

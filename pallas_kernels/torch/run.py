@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pallas_kernels.torch import launch
-from pallas_kernels.torch.program import Glue, Plan, Step, Unit
+from pallas_kernels.torch.program import Glue, Plan, ProgramStep, Unit
 
 log = logging.getLogger("pallas_kernels")
 _ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
@@ -120,7 +120,7 @@ class Runner:
 
     def _unit(self, unit: Unit) -> tuple:
         what, slots = unit.what, unit.slots
-        if isinstance(what, Step):
+        if isinstance(what, ProgramStep):
             if what.primitive not in _OPERATORS:
                 raise NotImplementedError(f"{what.primitive} has no form in PyTorch")
             out = getattr(torch, self.plan.arrays[slots[0]].dtype)

@@ -18,7 +18,7 @@ from jax._src.lib.mlir import passmanager
 from jax._src.state.discharge import discharge_state
 from jax.extend import core
 
-from pallas_kernels.torch.program import Array, Entry, Kernel, Program, Step
+from pallas_kernels.torch.program import Array, Entry, Kernel, Program, ProgramStep
 
 # Tracing needs no device.  Left alone, JAX would start on the GPU and take most of its memory.
 if not xla_bridge.backends_are_initialized():
@@ -61,7 +61,7 @@ class _Walk(Program):
         if name == "run_state":
             return self.walk(discharge_state(core.ClosedJaxpr(eqn.params["jaxpr"], ())), ins)
         if name == "optimization_barrier":
-            self.step(Step(name, {}, ins, ()))
+            self.step(ProgramStep(name, {}, ins, ()))
             return ins
         if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
             return ins
@@ -71,10 +71,10 @@ class _Walk(Program):
             return [self.new(out, self.roots[ins[0]])]
         outs = tuple(self.new(_array(v.aval)) for v in eqn.outvars)
         if name == "mpmd_map":
-            return self.step(Step("kernel", {"of": eqn}, ins, outs))
-        return self.step(self.turned(Step(name, _plain(eqn), ins, outs)))
+            return self.step(ProgramStep("kernel", {"of": eqn}, ins, outs))
+        return self.step(self.turned(ProgramStep(name, _plain(eqn), ins, outs)))
 
-    def turned(self, step: Step) -> Step:
+    def turned(self, step: ProgramStep) -> ProgramStep:
         """Products read transposed operands where they lie, and are transposed by their order."""
         before = [self.made.get(i, step) for i in step.ins]
         if any("batch" in x.params for x in (step, *before)):
@@ -84,7 +84,7 @@ class _Walk(Program):
             free = len(self.arrays[ins[0]].shape) - len(left)  # left axes of the result
             order = tuple(step.params["permutation"])
             if order == (*range(free, len(order)), *range(free)):
-                return Step("dot_general", {"sums": (right, left)}, ins[::-1], step.outs)
+                return ProgramStep("dot_general", {"sums": (right, left)}, ins[::-1], step.outs)
         if step.primitive == "dot_general":
             ins, sums = list(step.ins), list(step.params["sums"])
             for n, x in enumerate(before):
@@ -92,7 +92,7 @@ class _Walk(Program):
                 free = [axis for i, axis in enumerate(order) if i not in sums[n]]
                 if order and free == sorted(free):
                     ins[n], sums[n] = x.ins[0], tuple(order[i] for i in sums[n])
-            return Step("dot_general", {"sums": tuple(sums)}, tuple(ins), step.outs)
+            return ProgramStep("dot_general", {"sums": tuple(sums)}, tuple(ins), step.outs)
         return step
 
 

@@ -184,7 +184,7 @@ def test_the_interpreter_sees_who_does_not_wait_for_a_copy(waits):
     kernel = mosaic.kernel(
         body,
         out_type=x,
-        scratch_types=[mosaic.tiled(64, 32, dtype=BF16)],
+        scratch_types=dict(tile=mosaic.tiled(64, 32, dtype=BF16)),
         grid=(1,),
         grid_names=("block",),
     )

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
+from kernel_checks import check_op, normal
 
 from pallas_kernels.norms.norm import layer_norm, layer_norm_reference
 
@@ -26,12 +26,11 @@ def parameters(*shape, dtype=f32):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((2, 3, 7), f16),  # rows and columns are padded
-        slow((9, 200), f32),
+        ((2, 3, 64), f16),  # rows are padded
+        slow((9, 192), f32),
         slow((3, 768), bf16),  # wide: four blocks of a row at once
         ((8, 768), bf16),  # narrow: four rows at once
-        ((1, 1601), f32),  # columns are padded
-        slow((6, 1600), bf16),  # the last chunk repeats three blocks
+        ((1, 1600), f32),  # the last chunk repeats three blocks
     ],
 )
 def test_layer_norm_matches_float64(shape, dtype):
@@ -63,7 +62,7 @@ def test_rows_whose_variance_is_infinite():
 
 @pytest.mark.parametrize(
     ("which", "shape"),
-    [("weight", (5, 128)), slow("bias", (3, 7)), slow("neither", (5, 40))],
+    [("weight", (5, 128)), slow("bias", (3, 64)), slow("neither", (5, 64))],
 )
 def test_parameters_are_optional(which, shape):
     x, (weight, bias) = normal(0, shape), parameters(shape[-1])
@@ -72,31 +71,14 @@ def test_parameters_are_optional(which, shape):
     check_op(layer_norm, layer_norm_reference, x, weight, bias, kernels=kernels)
 
 
-def test_one_column():
-    """y is the bias and dx is 0, on a GPU (fused multiply-add) up to rounding of dy / sqrt(eps)."""
-    x, bias, dy = normal(0, (3, 1)), normal(1, (1,)), normal(2, (3, 1))
-    run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, implementation="mosaic")
-    with kernels_run_here():
-        y, pull = jax.vjp(run, x, bias)
-        dx, dbias = jax.block_until_ready(pull(dy))
-    np.testing.assert_array_equal(y, jnp.broadcast_to(bias, y.shape))
-    np.testing.assert_allclose(dbias, dy.sum(0), rtol=1e-6)
-    np.testing.assert_allclose(dx, 0, atol=1e-7 / 1e-5**0.5 if ON_GPU else 0)
-
-
 def test_parameters_for_each_head(one_block):
     x = normal(0, (2, 19, 3, 128), bf16)
     check_op(layer_norm, layer_norm_reference, x, *parameters(3, 128, dtype=bf16), kernels=KERNELS)
 
 
-def test_short_rows_as_wide_as_their_stride(one_block):
-    x = normal(0, (32, 2, 32), bf16)  # a slice of 64 columns would look contiguous
-    check_op(layer_norm, layer_norm_reference, x, *parameters(2, 32, dtype=bf16), kernels=KERNELS)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual"),
-    [((2, 2, 768), bf16, bf16), slow((3, 1280), bf16, f32), slow((3, 40), f32, f32)],
+    [((2, 2, 768), bf16, bf16), slow((3, 1280), bf16, f32), slow((3, 64), f32, f32)],
 )
 def test_layer_norm_with_a_residual_matches_float64(shape, dtype, residual):
     check_op(
@@ -148,6 +130,8 @@ def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="C=8200 is more than 8192"):
         layer_norm(jnp.ones((2, 8200)), implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="C=100 is not a positive multiple of 64"):
+        layer_norm(jnp.ones((2, 100)), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
         layer_norm(x, residual=x.astype(bf16), implementation="mosaic")
     with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not the last axes"):

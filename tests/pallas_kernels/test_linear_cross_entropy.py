@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch
-from pallas_kernels.losses.kernels import logits_kernel
+from pallas_kernels.losses.cross_entropy import logits_kernel
 from pallas_kernels.losses.linear_cross_entropy import (
     fp8_gradient,
     linear_cross_entropy,

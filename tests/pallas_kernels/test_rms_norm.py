@@ -13,7 +13,7 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((9, 100), f32), slow((2, 3, 768), f16), slow((3, 1280), bf16)]
+    ("shape", "dtype"), [((9, 64), f32), slow((2, 3, 768), f16), slow((3, 1280), bf16)]
 )
 def test_rms_norm_matches_float64(shape, dtype):
     x = normal(0, shape, dtype, scale=2, offset=1)

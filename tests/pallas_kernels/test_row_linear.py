@@ -155,8 +155,8 @@ def test_bad_calls_are_named_in_one_line(change, error):
 @pytest.mark.parametrize(
     ("k", "sizes", "options", "reason"),
     [
-        (260, [8], {}, "K=260 is not a multiple of 256"),
-        (256, [6], {}, "N=6 is not a multiple of 4"),
+        (260, [8], {}, "K=260 is not a positive multiple of 256"),
+        (256, [6], {}, "N=6 is not a positive multiple of 4"),
         (8448, [8], dict(norm="rms"), "K=8448 is more than 8192 with a norm"),
         (256 * 137, [8], {}, f"K={256 * 137} does not divide into at most 8 parts for registers"),
     ],

@@ -53,7 +53,7 @@ def test_every_step_has_a_form(name, monkeypatch):
     wrt = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
     passes = trace.trace(functools.partial(op, implementation="mosaic"), arrays, wrt).passes
     steps = [unit.what for x in passes for unit in plan.plan(x).units]
-    names = {step.primitive for step in steps if isinstance(step, program.Step)}
+    names = {step.primitive for step in steps if isinstance(step, program.ProgramStep)}
     assert names & some
     assert names <= set(run._OPERATORS)
 
