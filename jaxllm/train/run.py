@@ -129,6 +129,7 @@ class Run:
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.profiling import StepClock, StepTrace
+        from jaxllm.weights.checksums import tokenizer_digest
 
         self.config, self.out_dir, train = config, out_dir, config.train
         self.chat = config.data.source == "chat"
@@ -190,6 +191,7 @@ class Run:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
             raise InputError(f"cannot write to {e.filename or out_dir}: {e.strerror}") from e
+        self.tokenizer = tokenizer_digest(out_dir)
         if (lost := saved.get("rows", 0) - self.log.rows) > 0:
             self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
 
@@ -354,6 +356,7 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
             "rows": self.log.rows,
+            **self.tokenizer,
         }
         if self.base is not None:
             about["base"] = self.base._asdict()

@@ -150,6 +150,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
     from jaxllm.weights.adapters import PAGE, write_peft
+    from jaxllm.weights.checksums import tokenizer_digest
     from jaxllm.weights.huggingface import HuggingFaceWeights
     from jaxllm.weights.packed import write_packed
     from jaxllm.weights.pretrained import write_checkpoint
@@ -167,8 +168,9 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if merge:
         run = run.model_copy(update={"model": weights.plain})
     (folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+    about = {"config": run.model_dump()} | tokenizer_digest(folder)
     if packing is not None:
-        about = {"step": weights.step, "packed_from": str(weights.folder)}
+        about |= {"step": weights.step, "packed_from": str(weights.folder)}
         size = write_packed(folder, run.model, packing, weights.param, about)
         use = _command("generate", "--checkpoint", out)
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
@@ -182,8 +184,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
             f" folder of it as base_model_name_or_path in {PAGE}"
         )
     check_writable(out, checkpoints=True)
-    about = dict(config=run.model_dump(), data_fingerprint=None, samples=0)
-    about["converted_from"] = str(weights.folder)
+    about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
     write_checkpoint(folder / "checkpoints", weights, about)
     train = _command("train", "--config", out / "config.yaml")
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
