@@ -220,6 +220,8 @@ def test_a_quoted_tilde_is_the_home_folder(monkeypatch):
     parser = command_line.Parser()
     parser.option("--out FILE", "")
     assert parser.parse_args(["--out=~/x"]).out == Path("/home/me/x")
+    with pytest.raises(KeyError, match="FLE"):  # else it would be text, with its tilde
+        parser.option("--in FLE", "")
 
 
 WRONG_PATHS = """
