@@ -72,14 +72,16 @@ class Parser(argparse.ArgumentParser):
     def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
         """Adds an option as --help lists it: "--step N", or the flag "--chat".
 
-        The word for the value says its type: one of _TYPES.
+        The word for the value says its type, as _TYPES has it, or lists its choices: "a|b".
         help: ends with the default, if there is one.
         among: a group of options that exclude each other.
         """
         name, _, value = spec.partition(" ")
-        if value:
+        if "|" in value:
+            options["choices"] = value.split("|")
+        elif value:
             options |= {"type": _TYPES[value], "metavar": value}
-        elif "choices" not in options:
+        else:
             options["action"] = "store_true"
         if "default" in options and "action" not in options:
             help += " (default: %(default)s)"

@@ -114,9 +114,8 @@ class Speed:
 
 
 class Text:
-    """The text after a prompt, token by token, up to a stop string or a token of `ends`.
-
-    Of several stop strings the one that begins first counts, even if it ends after another.
+    """The text after a prompt, token by token, up to a token of `ends` or a stop string: of several
+    the one that begins first, even if it ends after another.
 
     text: decode(prompt + ids) without decode(prompt); `finish` removes what stops it.
     certain: its length that further tokens cannot change; stop strings may shorten it.
@@ -138,9 +137,7 @@ class Text:
         self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
         ids = [i for i in prompt if i not in self._hidden]
         start = max(0, len(ids) - _TAIL)
-        while (
-            start and ids[start] in tokenizer.byte_tokens
-        ):  # a row of bytes is valid or not as one
+        while start and ids[start] in tokenizer.byte_tokens:  # a row of them is valid as a whole
             start -= 1
         self._ids = ids[start:]
         self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to

@@ -20,6 +20,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.weights import checksums
+from jaxllm.weights.places import difference
 
 
 class Checkpoints:
@@ -55,13 +56,8 @@ class Checkpoints:
         """Step of the newest complete checkpoint, or None; raises InputError if one is damaged."""
         if not self.directory.is_dir():
             return None
-        try:
-            for step in self.manager.all_steps():
-                if (metrics := self.manager.metrics(step)) is not None:
-                    checksums.check_digest(metrics, "val_loss")
-            return self.manager.latest_step()
-        except Exception as e:
-            raise checksums.unreadable(self.directory, e) from e
+        checksums.check_losses(self.directory)
+        return self.manager.latest_step()
 
     def samples(self, step: int, fingerprint: str) -> int:
         """Number of samples that the run had taken at `step`: the data position to resume from.
@@ -102,12 +98,9 @@ class Checkpoints:
         """
         wanted, about = _flat(abstract_state), self.about(step)
         saved, ours = about["arrays"], _shapes(wanted)
-        for name in [*ours, *sorted(set(saved) - set(ours))]:
-            if saved.get(name) != ours.get(name):
-                raise InputError(
-                    f"checkpoint {self.directory / str(step)} is of another model: {name} is"
-                    f" {saved.get(name, 'not in it')}; this model has {ours.get(name, 'none')}"
-                )
+        if different := difference(saved, ours, "this model has"):
+            place = self.directory / str(step)
+            raise InputError(f"checkpoint {place} is of another model: {different}")
         try:
             flat = self.manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))

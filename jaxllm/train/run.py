@@ -272,7 +272,11 @@ class Run:
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
     def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
-        self._check_folder()  # before Orbax would make it anew
+        if self.rank == 0 and not (self.out_dir / "config.yaml").exists():
+            raise RunError(
+                f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
+                " --resume, or start again"
+            )
         with self.clock.stopped():
             val_loss = self._validate(step) if "val_loss" in due else None
             if "sample" in due:
@@ -280,19 +284,10 @@ class Run:
             if "checkpoint" in due:
                 self._save(step, val_loss)
 
-    def _check_folder(self) -> None:
-        """Raises RunError if the run's directory is gone, and with it what was written there."""
-        if self.rank == 0 and not (self.out_dir / "config.yaml").exists():
-            raise RunError(
-                f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
-                " --resume, or start again"
-            )
-
     def _finish(self) -> None:
         """Waits for the last checkpoint; writes loss.png and report.html."""
         try:
             self.checkpoints.close()
-            self._check_folder()
         finally:  # a disk that is too full for a checkpoint may have room for these
             self.log.draw()
             if self.rank == 0:

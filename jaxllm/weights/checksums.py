@@ -77,16 +77,17 @@ def check_digest(page: Any, key: str = "arrays") -> None:
         raise ValueError("its JSON page was changed")
 
 
-def unreadable(checkpoints: Path, cause: Exception) -> InputError:
-    """The error of a folder of checkpoints that Orbax, which reads all metrics, cannot open."""
+def check_losses(checkpoints: Path) -> None:
+    """Raises InputError if a checkpoint's validation loss was changed, or Orbax cannot read it."""
     for path in sorted(checkpoints.glob("*/metrics/metrics")):
         try:
             check_digest(json.loads(path.read_text()), "val_loss")
-        except (OSError, ValueError):
+        except FileNotFoundError:  # the run goes on meanwhile
+            continue
+        except (OSError, ValueError) as e:
             fix = f"delete {path}, then only its validation loss is lost"
-            return InputError(f"checkpoint {path.parents[1]} is damaged ({in_short(cause)}); {fix}")
-    why = f"a checkpoint in {checkpoints} is damaged ({in_short(cause)})"
-    return InputError(f"{why}; delete its folder")
+            why = f"checkpoint {path.parents[1]} is damaged ({in_short(e)}); {fix}"
+            raise InputError(why) from e
 
 
 def tokenizer_digest(folder: Path) -> dict[str, str]:

@@ -42,10 +42,8 @@ class RunWeights:
         self.folder = self.text = directory
         checkpoints = (directory / "checkpoints").resolve()
         options = ocp.CheckpointManagerOptions(read_only=True)
-        try:
-            self._manager = ocp.CheckpointManager(checkpoints, options=options)
-        except Exception as e:  # it reads the metrics of every checkpoint
-            raise checksums.unreadable(checkpoints, e) from e
+        checksums.check_losses(checkpoints)  # Orbax reads all of them
+        self._manager = ocp.CheckpointManager(checkpoints, options=options)
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -90,12 +88,7 @@ class RunWeights:
         return found
 
     def _check(self) -> None:
-        page = self._restore(ocp.args.JsonRestore(), "about")
-        try:
-            checksums.check_digest(page)
-        except ValueError as e:
-            raise self._damaged(str(e)) from e
-        self.about: dict[str, Any] = page
+        page = self.about = self._restore(ocp.args.JsonRestore(), "about")
         self._checksums = page.get("checksums", {})
         kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
@@ -108,7 +101,10 @@ class RunWeights:
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
-            return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+            found = self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+            if item == "about":
+                checksums.check_digest(found)
+            return found
         except Exception as e:
             if out_of_memory(e):
                 raise

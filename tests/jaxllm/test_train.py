@@ -197,8 +197,6 @@ def test_a_run_ends_where_its_folder_is_gone(tmp_path):
     with lock_directory(tmp_path / "run"):
         run = Run.__new__(Run)
         run.rank, run.out_dir = 0, tmp_path / "run"
-        (run.out_dir / "config.yaml").touch()
-        run._check_folder()
         shutil.move(run.out_dir, tmp_path / "moved")
         with pytest.raises(RunError, match="run was deleted or moved while"):
             run._evaluate_sample_save(5, {"checkpoint"})
