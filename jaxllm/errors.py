@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import json
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 _DETAILS = ". See full TensorStore details"  # a page of them follows
 
@@ -56,18 +54,6 @@ def in_short(e: Exception) -> str:
     if "No space left on device" in words:
         return "the disk is full: free some space"
     return f"{type(e).__name__}: {words.partition(_DETAILS)[0][:200]}"
-
-
-def unreadable(checkpoints: Path, cause: Exception) -> InputError:
-    """The error of a folder of checkpoints that Orbax, which reads all metrics, cannot open."""
-    for path in sorted(checkpoints.glob("*/metrics/metrics")):
-        try:
-            json.loads(path.read_text())
-        except (OSError, ValueError):
-            fix = f"delete {path}, then only its validation loss is lost"
-            return InputError(f"checkpoint {path.parents[1]} is damaged ({in_short(cause)}); {fix}")
-    why = f"a checkpoint in {checkpoints} is damaged ({in_short(cause)})"
-    return InputError(f"{why}; delete its folder")
 
 
 def quiet_orbax() -> None:

@@ -56,7 +56,9 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
-_TYPES = {"N": int, "X": float} | dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
+_TYPES = {"N": int, "I": int, "X": float} | dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
+_TEXTS = "TEXT STRING NAME NAME,... PATH NAME_OR_PATH COUNTxKIND HOST:PORT".split()
+_TYPES |= dict.fromkeys(_TEXTS, str)
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,15 +72,16 @@ class Parser(argparse.ArgumentParser):
     def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
         """Adds an option as --help lists it: "--step N", or the flag "--chat".
 
-        The word for the value says its type: numbers N and X, paths DIR, FILE, SOURCE and OUT, else
-        text.  help: ends with the default, if there is one.
+        The word for the value says its type, as _TYPES has it, or lists its choices: "a|b".
+        help: ends with the default, if there is one.
         among: a group of options that exclude each other.
         """
         name, _, value = spec.partition(" ")
-        if value:
-            options.setdefault("type", _TYPES.get(value, str))
-            options["metavar"] = value
-        elif "choices" not in options:
+        if "|" in value:
+            options["choices"] = value.split("|")
+        elif value:
+            options |= {"type": _TYPES[value], "metavar": value}
+        else:
             options["action"] = "store_true"
         if "default" in options and "action" not in options:
             help += " (default: %(default)s)"
@@ -180,7 +183,6 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.option(
         "--process I",
         "start only process I (from 0) of N, on this machine, with all of its GPUs",
-        type=int,
     )
     parser.option(
         "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"

@@ -190,12 +190,6 @@ class MeshConfig(Section):
         " of Slurm or Open MPI",
     )
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.data == 0:
-            raise ValueError("data=0 must be -1 or at least 1")
-        return self
-
 
 class SampleConfig(Section):
     """The text that the model writes during the run and at its end."""

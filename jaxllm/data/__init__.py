@@ -15,5 +15,3 @@ prepare.py    jaxllm data prepare: text -> shards, restartable
 
 from jaxllm.data.loader import Dataset
 from jaxllm.data.opening import open_dataset
-
-__all__ = ["Dataset", "open_dataset"]

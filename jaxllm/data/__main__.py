@@ -24,7 +24,7 @@ def _parser() -> Parser:
         help="turn text into llm.c token shards, or conversations into tokens with and without"
         " loss; run it again to continue after an interruption",
     )
-    _add_source(command, "chat")
+    _add_source(command, "|chat")
     command.option("--tokenizer PATH", "a tokenizer.json or its folder", required=True)
     command.option("--out DIR", "folder to write the shards to", required=True)
     command.option("--shard_tokens N", "tokens per shard", default=100_000_000)
@@ -32,16 +32,14 @@ def _parser() -> Parser:
         "--val_fraction X", "fraction of the documents to hold out for validation", default=0.01
     )
     command.option(
-        "--special_tokens",
+        "--special_tokens text|tokens",
         "what the names of special tokens in a document are",
-        choices=["text", "tokens"],
         default="text",
     )
     command.option("--end_token NAME", "the token between documents (default: the tokenizer's)")
     command.option(
-        "--loss",
+        "--loss assistant|all",
         "the tokens of a chat to predict: the assistant's, or all",
-        choices=["assistant", "all"],
         default="assistant",
     )
     of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
@@ -57,9 +55,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_source(command: Parser, *more: str) -> None:
-    kinds = ["stdlib", "text", "jsonl", "parquet", *more]
-    command.option("--source", "", required=True, choices=kinds)
+def _add_source(command: Parser, more: str = "") -> None:
+    command.option(f"--source stdlib|text|jsonl|parquet{more}", "", required=True)
     command.option("--path PATH", "file, folder or quoted glob; stdlib takes none")
     command.option("--text_column NAME", "column of the text", default="text")
 

@@ -129,7 +129,8 @@ class Dataset:
     def val_tokens(self) -> int:
         return len(self.val) if isinstance(self.val, Tokens) else self.val.tokens
 
-    def _samples(self, part: Tokens | Packed, *, whole: bool = False) -> _Windows | Packed:
+    def samples(self, part: Tokens | Packed, *, whole: bool = False) -> _Windows | Packed:
+        """The samples of train or val; whole: with every label once, also of a last window."""
         if not isinstance(part, Tokens):
             return part
         return _Windows(part, self.seq_len, self.separator, whole)
@@ -145,7 +146,7 @@ class Dataset:
         """
         import grain
 
-        samples = grain.MapDataset.source(self._samples(self.train))
+        samples = grain.MapDataset.source(self.samples(self.train))
         if self.shuffle:
             samples = samples.seed(self.seed % 2**32).shuffle()
         samples = samples.repeat()
@@ -161,7 +162,7 @@ class Dataset:
         """
         import grain
 
-        windows = self._samples(self.val)
+        windows = self.samples(self.val)
         batches = max(1, len(windows) // batch_size)
         if max_batches is not None:
             batches = min(batches, max_batches)
@@ -169,10 +170,6 @@ class Dataset:
         order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
         samples = grain.MapDataset.source(order).map(windows.__getitem__)
         return self._batches(samples, batch_size, 0, rank, world)
-
-    def every_val_label(self) -> _Windows | Packed:
-        """Samples that have every label of the validation data once."""
-        return self._samples(self.val, whole=True)
 
     def _batches(
         self, samples, batch_size: int, start: int, rank: int, world: int

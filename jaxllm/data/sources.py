@@ -237,7 +237,9 @@ def _without_nulls(value: Any) -> Any:
 
 def _check_encoding(path: Path, start: bytes) -> None:
     """Raises InputError for the first bytes of UTF-16 and UTF-32, and of an archive."""
-    encoding = json.detect_encoding(start)  # by a byte order mark, or by where zeros are
+    # By a byte order mark, or by where zeros are, of which UTF-8 may have some.
+    few = start.count(0) * 4 < len(start)
+    encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):
         name = encoding.upper()
         raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")

@@ -33,25 +33,10 @@ VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(*_read(argv)), memory="lower --batch_size")
+    return exit_status(lambda: _run(argv), memory="lower --batch_size")
 
 
-def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
-    if args.hellaswag:
-        print(hellaswag(args))
-    elif args.tasks:
-        try:
-            from jaxllm.infer.harness import evaluate
-        except ModuleNotFoundError as e:
-            fix = "install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
-            raise InputError(f"--tasks: {e}; {fix}") from e
-        print(evaluate(args))
-    else:
-        print(validation(args, overrides))
-
-
-def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+def _run(argv: list[str] | None) -> None:
     parser = Parser(
         prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],
@@ -84,7 +69,18 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     for option, kinds in (given | dict.fromkeys(overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
-    return args, overrides
+    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    if args.hellaswag:
+        print(hellaswag(args))
+    elif args.tasks:
+        try:
+            from jaxllm.infer.harness import evaluate
+        except ModuleNotFoundError as e:
+            fix = "install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
+            raise InputError(f"--tasks: {e}; {fix}") from e
+        print(evaluate(args))
+    else:
+        print(validation(args, overrides))
 
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
@@ -117,7 +113,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
-    samples = data.every_val_label()
+    samples = data.samples(data.val, whole=True)
     size = min(args.batch_size or config.train.batch_size, len(samples))
     size = round_up(size, mesh.size)
     total, count = 0.0, 0

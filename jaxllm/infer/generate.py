@@ -36,9 +36,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     parser.option("--samples N", "texts per prompt", default=1)
     parser.option("--batch_size N", "texts to compute at once", default=32)
     add_options(parser, tokens=200)
-    args = parser.parse_args(argv)
-    args.config = checked(args)
-    return args
+    return checked(parser, argv)
 
 
 def add_checkpoint(parser: Parser) -> None:
@@ -61,9 +59,8 @@ def add_options(parser: Parser, tokens: int) -> None:
         said = f"{field.description} (default: {first}{field.default})"
         parser.option(f"--{name} {'X' if isinstance(field.default, float) else 'N'}", said)
     parser.option(
-        "--kv_cache_dtype",
+        "--kv_cache_dtype auto|float8",
         "auto: model.compute_dtype; float8: half the bytes, e4m3",
-        choices=("auto", "float8"),
         default="auto",
     )
     parser.option(
@@ -74,8 +71,9 @@ def add_options(parser: Parser, tokens: int) -> None:
     )
 
 
-def checked(args: argparse.Namespace) -> SampleConfig:
-    """How tokens are chosen; raises InputError for a bad number or text that is not UTF-8."""
+def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, with how tokens are chosen as `config`; raises InputError for bad ones."""
+    args = parser.parse_args(argv)
     for name in ("tokens", "samples", "batch_size"):
         if not 1 <= getattr(args, name, 1) < 2**31:
             raise InputError(f"--{name}={getattr(args, name)} is not from 1 to {2**31 - 1}")
@@ -85,7 +83,8 @@ def checked(args: argparse.Namespace) -> SampleConfig:
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
     settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
-    return sampling("--", tokens=args.tokens, **settings)
+    args.config = sampling("--", tokens=args.tokens, **settings)
+    return args
 
 
 def _run(args: argparse.Namespace) -> None:

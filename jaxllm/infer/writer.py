@@ -17,6 +17,7 @@ from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
 
 _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
 
 
 class Writer:
@@ -66,8 +67,6 @@ class Writer:
         with jax.set_mesh(self._mesh):
             stream = self._stream(prompts, config, samples=samples, few_shapes=few_shapes)
             self.speed.fill(texts, stream)
-        for text in texts:
-            text.finish()
 
 
 class Speed:
@@ -83,7 +82,7 @@ class Speed:
         self.timed, self.timed_seconds = 0, 0.0  # after the first block
 
     def fill(self, texts: list["Text"], stream: Iterable[np.ndarray]) -> None:
-        """Adds a batch's tokens to `texts`, of which there may be fewer, until all are done."""
+        """Adds a batch's tokens to `texts`, of which there may be fewer, and finishes them."""
         begun, clock = time.perf_counter(), None
         for step, tokens in enumerate(stream):
             if step == 1:  # the first block has arrived
@@ -99,6 +98,8 @@ class Speed:
         end = time.perf_counter()
         self.seconds += end - begun
         self.timed_seconds += end - (clock or end)
+        for text in texts:
+            text.finish()
 
     def line(self, size: int) -> str:
         """A line with tokens, time and speed; size: texts at once."""
@@ -113,9 +114,10 @@ class Speed:
 
 
 class Text:
-    """The text after a prompt, token by token, up to a stop string or a token of `ends`.
+    """The text after a prompt, token by token, up to a token of `ends` or a stop string: of several
+    the one that begins first, even if it ends after another.
 
-    text: decode(prompt + ids) without decode(prompt).
+    text: decode(prompt + ids) without decode(prompt); `finish` removes what stops it.
     certain: its length that further tokens cannot change; stop strings may shorten it.
     count: its tokens, without the one that ends it.
     live: print text as soon as it is certain: whole characters that cannot begin a stop string.
@@ -135,14 +137,13 @@ class Text:
         self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
         ids = [i for i in prompt if i not in self._hidden]
         start = max(0, len(ids) - _TAIL)
-        while (
-            start and ids[start] in tokenizer.byte_tokens
-        ):  # a row of bytes is valid or not as one
+        while start and ids[start] in tokenizer.byte_tokens:  # a row of them is valid as a whole
             start -= 1
         self._ids = ids[start:]
         self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
         self.stops, self.live = stops, live
         self.text, self.certain, self.printed, self.count, self.done = "", 0, 0, 0, False
+        self._end = 0  # where a stop string begins in the text
 
     def add(self, token: int) -> None:
         """Appends a token; does nothing if the text is done."""
@@ -154,25 +155,27 @@ class Text:
             return
         self._decode(token)
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
-        if found:
-            self.text, self.done = self.text[: min(found)], True
-            return
-        certain = self.text[: self.certain]
-        begun = {n for stop in self.stops for n in range(len(stop)) if certain.endswith(stop[:n])}
-        self._show(len(certain) - max(begun, default=0))
+        self._end = min(found, default=len(self.text))
+        self.done = bool(found) and self._end <= self._open(self.text.rstrip(_UNFINISHED))
+        self._show(min(self._end, self._open(self.text[: self.certain])))
+
+    def _open(self, text: str) -> int:
+        """Where the first stop string that the end of a text begins has begun."""
+        begun = {n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])}
+        return len(text) - max(begun, default=0)
 
     def _decode(self, token: int) -> None:
         self._ids.append(token)
         known = self._tokenizer.decode(self._ids[: self._known])
         self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
         # Its end may be the first bytes of a character, and bytes that are tokens make one text.
-        unfinished = self.text.endswith("\N{REPLACEMENT CHARACTER}")
-        if not unfinished and token not in self._tokenizer.byte_tokens:
+        if not self.text.endswith(_UNFINISHED) and token not in self._tokenizer.byte_tokens:
             self._ids, self._begins = self._ids[-_TAIL:], self.text
             self._known, self.certain = len(self._ids), len(self.text)
 
     def finish(self) -> None:
-        """Prints the text that was withheld."""
+        """Ends the text, and prints what was withheld."""
+        self.text, self.done = self.text[: self._end], True
         self._show(len(self.text))
 
     def _show(self, end: int) -> None:

@@ -12,14 +12,5 @@ from jaxllm.layers.mlp import MLP, GatedMLP
 from jaxllm.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from jaxllm.layers.vlstm import VLSTMLayer
 
-__all__ = [
-    "MLP",
-    "Attention",
-    "Embedding",
-    "GatedMLP",
-    "HeadLayerNorm",
-    "LayerNorm",
-    "Linear",
-    "RMSNorm",
-    "VLSTMLayer",
-]
+__all__ = ["MLP", "Attention", "Embedding", "GatedMLP", "HeadLayerNorm"]
+__all__ += ["LayerNorm", "Linear", "RMSNorm", "VLSTMLayer"]

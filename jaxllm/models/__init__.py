@@ -12,8 +12,6 @@ from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.llama3 import Llama3
 from jaxllm.models.vlstm import VLSTM
 
-__all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "abstract", "create", "flops_per_token"]
-
 MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
 
 

@@ -9,5 +9,3 @@ bpe.py        trains a tokenizer of our own
 from jaxllm.text.bpe import train_tokenizer
 from jaxllm.text.files import present
 from jaxllm.text.tokenizer import AROUND, Tokenizer
-
-__all__ = ["AROUND", "Tokenizer", "present", "train_tokenizer"]

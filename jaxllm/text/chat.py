@@ -3,6 +3,7 @@
 A template is untrusted code, so it runs in Jinja2's sandbox.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -73,14 +74,26 @@ def render(
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
     parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
+    page = {"documents": None} | variables
+    shown = lambda messages: _compiled(template).render(page | {"messages": messages})
     try:
-        page = {"documents": None} | variables | {"messages": messages}
-        marked = _compiled(template).render(page)
+        marked = shown(messages)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
         fix = "; content is a list of parts: join their texts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
+    lost = []
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            other = [*messages[:i], message | {"tool_calls": []}, *messages[i + 1 :]]
+            with contextlib.suppress(Exception):  # the template needs the calls
+                lost += [str(i + 1)] * (shown(other) == marked)
+    if lost:
+        raise InputError(
+            f"the chat template leaves out tool_calls (message {', '.join(lost)}): write them as"
+            ' content, or "content": null where it then shows them'
+        )
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
     for part in re.split(f"({_START}.*?{_STOP})", marked, flags=re.DOTALL):

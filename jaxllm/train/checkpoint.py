@@ -18,8 +18,9 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax, unreadable
-from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
+from jaxllm.weights import checksums
+from jaxllm.weights.places import difference
 
 
 class Checkpoints:
@@ -55,10 +56,8 @@ class Checkpoints:
         """Step of the newest complete checkpoint, or None; raises InputError if one is damaged."""
         if not self.directory.is_dir():
             return None
-        try:
-            return self.manager.latest_step()
-        except Exception as e:
-            raise unreadable(self.directory, e) from e
+        checksums.check_losses(self.directory)
+        return self.manager.latest_step()
 
     def samples(self, step: int, fingerprint: str) -> int:
         """Number of samples that the run had taken at `step`: the data position to resume from.
@@ -87,7 +86,7 @@ class Checkpoints:
         try:
             args = ocp.args.Composite(about=ocp.args.JsonRestore())
             page = self.manager.restore(step, args=args)["about"]
-            check_digest(page)
+            checksums.check_digest(page)
         except Exception as e:
             raise self._damaged(step, e) from e
         return page
@@ -99,12 +98,9 @@ class Checkpoints:
         """
         wanted, about = _flat(abstract_state), self.about(step)
         saved, ours = about["arrays"], _shapes(wanted)
-        for name in [*ours, *sorted(set(saved) - set(ours))]:
-            if saved.get(name) != ours.get(name):
-                raise InputError(
-                    f"checkpoint {self.directory / str(step)} is of another model: {name} is"
-                    f" {saved.get(name, 'not in it')}; this model has {ours.get(name, 'none')}"
-                )
+        if different := difference(saved, ours, "this model has"):
+            place = self.directory / str(step)
+            raise InputError(f"checkpoint {place} is of another model: {different}")
         try:
             flat = self.manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
@@ -113,7 +109,7 @@ class Checkpoints:
             if out_of_memory(e):
                 raise
             raise self._damaged(step, e, wanted) from e
-        if name := first_mismatch(flat, about.get("checksums", {})):
+        if name := checksums.first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
         if (inside := int(flat.get("step", step))) != step:
             raise self._damaged(step, ValueError(f"it is of step {inside}"))
@@ -142,16 +138,18 @@ class Checkpoints:
         Complete checkpoints are not affected.
         """
         flat = _flat(state)
-        about = about | {"arrays": _shapes(flat), "checksums": array_checksums(flat)}
+        about = about | {"arrays": _shapes(flat), "checksums": checksums.array_checksums(flat)}
+        metrics = None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss}
         problem = self._finish()
         self._saving = step
         try:
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(with_digest(about))
+                    state=ocp.args.StandardSave(flat),
+                    about=ocp.args.JsonSave(checksums.with_digest(about)),
                 ),
-                metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
+                metrics=metrics and checksums.with_digest(metrics),
             )
         except Exception as e:
             return "; ".join(filter(None, (problem, self._failed(e))))

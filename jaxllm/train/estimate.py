@@ -182,11 +182,6 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
 
 
-def summarize(trainer: Trainer) -> str:
-    """Describes memory, operations and time of a run in lines of text; traces the model once."""
-    return "\n".join(_memory_lines(trainer) + _time_lines(trainer.config, trainer.mesh))
-
-
 def _memory_lines(trainer: Trainer) -> list[str]:
     parts = state_memory(trainer) | activation_memory(trainer)
     limit, total = memory_limit(trainer.mesh), sum(parts.values())
@@ -201,23 +196,26 @@ def _memory_lines(trainer: Trainer) -> list[str]:
     return ["memory   per device, estimated:", *lines, f"         {of}: {fits}"]
 
 
-def _time_lines(config: Config, mesh: Mesh) -> list[str]:
+def summarize(trainer: Trainer) -> str:
+    """Describes memory, operations and time of a run in lines of text; traces the model once."""
+    config, mesh = trainer.config, trainer.mesh
     tokens = config.train.batch_size * config.train.seq_len
     flops = tokens * flops_per_token(config.model, config.train.seq_len)
     lines = [
+        *_memory_lines(trainer),
         f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters +"
-        f" sequence mixing), {config.train.steps:,} steps"
+        f" sequence mixing), {config.train.steps:,} steps",
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:
         other = "--dry_run 1xH100 predicts it for a GPU" if kind == "cpu" else "a run will show it"
-        return [*lines, f"time     unknown, as the peak FLOP/s of {kind} is: {other}"]
+        return "\n".join([*lines, f"time     unknown, as the peak FLOP/s of {kind} is: {other}"])
     step = flops / (peak * mesh.size)
     span = lambda seconds: str(timedelta(seconds=round(seconds * config.train.steps)))
-    return [
-        *lines,
+    lines += [
         f"time     at the peak of {mesh.size} x {peak / 1e12:.0f} TFLOP/s: {step * 1e3:,.1f} ms"
         f" per step, {span(step)} in total, as a lower bound",
         f"         at {USUAL_MFU:.0%} of the peak: {step / USUAL_MFU * 1e3:,.1f} ms per step,"
         f" {span(step / USUAL_MFU)} in total, without evaluation and saving",
     ]
+    return "\n".join(lines)

@@ -97,6 +97,10 @@ def predict(config: Config, text: str) -> str:
         rows = [head, *(_row(trainer, remat, kind, held) for remat in choices)]
     except NotImplementedError as e:
         raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
+    # A table whose columns never touch: the first and the fourth to the left.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    put = lambda i, text: text.ljust(widths[i]) if i in (0, 3) else text.rjust(widths[i])
+    table = [" " * 9 + "  ".join(put(i, x) for i, x in enumerate(row)).rstrip() for row in rows]
     fp8 = "; times are for bfloat16" if config.train.fp8 != "none" else ""
     return "\n".join(
         [
@@ -105,16 +109,9 @@ def predict(config: Config, text: str) -> str:
             f" bandwidths{fp8}",
             f"state    per GPU, GiB: {parts}; {held / GIB:.2f} of {GPUS[kind].memory / GIB:.1f}",
             *(f"{'' if i else 'traffic':<8} {line}" for i, line in enumerate(sent)),
-            *_aligned(rows),
+            *table,
         ]
     )
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a table whose columns never touch: the first and the fourth to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    put = lambda i, text: text.ljust(widths[i]) if i in (0, 3) else text.rjust(widths[i])
-    return [" " * 9 + "  ".join(put(i, x) for i, x in enumerate(row)).rstrip() for row in rows]
 
 
 def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]:

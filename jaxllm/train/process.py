@@ -111,9 +111,9 @@ def no_long_pauses() -> Iterator[None]:
 
 
 def _remove_unused(lock_: Path, new: list[Path]) -> None:
-    if new and os.listdir(lock_.parent) == [lock_.name]:
-        lock_.unlink()
-        with contextlib.suppress(OSError):  # another run is in a folder above
+    with contextlib.suppress(OSError):  # it is gone, or another run is in a folder above
+        if new and os.listdir(lock_.parent) == [lock_.name]:
+            lock_.unlink()
             for folder in new:
                 folder.rmdir()
 

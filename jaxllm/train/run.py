@@ -129,6 +129,7 @@ class Run:
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.profiling import StepClock, StepTrace
+        from jaxllm.weights.checksums import tokenizer_digest
 
         self.config, self.out_dir, train = config, out_dir, config.train
         self.chat = config.data.source == "chat"
@@ -190,6 +191,7 @@ class Run:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
         except OSError as e:
             raise InputError(f"cannot write to {e.filename or out_dir}: {e.strerror}") from e
+        self.tokenizer = tokenizer_digest(out_dir)
         if (lost := saved.get("rows", 0) - self.log.rows) > 0:
             self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
 
@@ -270,6 +272,11 @@ class Run:
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
     def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
+        if self.rank == 0 and not (self.out_dir / "config.yaml").exists():
+            raise RunError(
+                f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
+                " --resume, or start again"
+            )
         with self.clock.stopped():
             val_loss = self._validate(step) if "val_loss" in due else None
             if "sample" in due:
@@ -354,6 +361,7 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
             "rows": self.log.rows,
+            **self.tokenizer,
         }
         if self.base is not None:
             about["base"] = self.base._asdict()

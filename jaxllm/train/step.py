@@ -23,6 +23,7 @@ from jaxllm.models.language_model import IGNORE
 from jaxllm.train import optim
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
+from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
 
@@ -69,11 +70,6 @@ def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
         return p.replace(join(p.get_value(), total.get_value()))
 
     return jax.tree.map(pair, params, totals, is_leaf=_is_variable)
-
-
-def _is_masked(node) -> bool:
-    """Whether it stands for a parameter that another rule of the optimizer updates."""
-    return isinstance(node, optax.MaskedNode)
 
 
 class Trainer:
@@ -136,15 +132,16 @@ class Trainer:
         if self.config.mesh.shard_optimizer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
+        masked = lambda node: isinstance(node, optax.MaskedNode)  # of another rule's parameters
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
         of_opt = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
-            lambda moment, s: moment if _is_masked(moment) else s,
+            lambda moment, s: moment if masked(moment) else s,
             jax.eval_shape(self.optimizer.init, params),
             of_params,
             transform_non_params=lambda _: whole,
-            is_leaf=_is_masked,
+            is_leaf=masked,
         )
         of_copies = self._matrices(self.working_shardings)
         # pyrefly: ignore[bad-argument-type]
@@ -360,6 +357,7 @@ class Trainer:
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
         return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
 
+    @promotions()  # optax promotes dtypes
     def _updated(
         self, state: TrainState, loss: jax.Array, grads: nnx.State
     ) -> tuple[jax.Array, TrainState, dict]:

@@ -4,6 +4,8 @@ Checksums of arrays are computed on their devices in integers: they do not depen
 no array is copied.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.config import ModelConfig
+from jaxllm.config.loading import flat
 from jaxllm.data.cache import digest
+from jaxllm.errors import InputError, in_short
+from jaxllm.files import read_json
+from jaxllm.text.files import TOKENIZER
+
+# Settings of a model that do not affect its weights.
+FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
+FREE |= {"lora", "quantize"}
 
 
 def array_checksums(arrays: dict[str, Any]) -> dict[str, str]:
@@ -57,13 +68,52 @@ def with_digest(page: dict[str, Any]) -> dict[str, Any]:
     return page | {"digest": digest(page)}
 
 
-def check_digest(page: Any) -> None:
-    """Raises ValueError for a JSON page that was changed; older pages have no checksums."""
-    if not isinstance(page, dict) or not isinstance(page.get("arrays"), dict):
-        raise ValueError("its JSON page lists no arrays")
+def check_digest(page: Any, key: str = "arrays") -> None:
+    """Raises ValueError for a JSON page that was changed or lacks `key`; older have no digest."""
+    if not isinstance(page, dict) or not isinstance(page.get(key), dict | float):
+        raise ValueError(f"its JSON page has no {key}")
     content = {key: value for key, value in page.items() if key != "digest"}
     if ("checksums" in page or "digest" in page) and page.get("digest") != digest(content):
         raise ValueError("its JSON page was changed")
+
+
+def check_losses(checkpoints: Path) -> None:
+    """Raises InputError if a checkpoint's validation loss was changed, or Orbax cannot read it."""
+    for path in sorted(checkpoints.glob("*/metrics/metrics")):
+        try:
+            check_digest(json.loads(path.read_text()), "val_loss")
+        except FileNotFoundError:  # the run goes on meanwhile
+            continue
+        except (OSError, ValueError) as e:
+            fix = f"delete {path}, then only its validation loss is lost"
+            why = f"checkpoint {path.parents[1]} is damaged ({in_short(e)}); {fix}"
+            raise InputError(why) from e
+
+
+def tokenizer_digest(folder: Path) -> dict[str, str]:
+    """What a JSON page says about the tokenizer.json in its folder; nothing if there is none."""
+    path = folder / TOKENIZER
+    return {"tokenizer_json": digest(read_json(path))} if path.exists() else {}
+
+
+def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: str) -> None:
+    """Raises InputError if a folder's files, which may be edited, do not fit their page.
+
+    model: in its config.yaml, with what no shape shows, such as norm_eps or the scale of adapters.
+    """
+    ours, saved = flat(model.model_dump()), flat(page.get("config", {}).get("model", {}))
+    for key in sorted(saved.keys() & ours.keys() - FREE - {"max_seq_len"}):
+        if ours[key] != saved[key]:
+            raise InputError(
+                f"model.{key}={ours[key]!r} in {folder / 'config.yaml'} differs from"
+                f" {saved[key]!r} of {where}; change it back"
+            )
+    now = tokenizer_digest(folder).get("tokenizer_json")
+    if now and (known := page.get("tokenizer_json", now)) != now:
+        raise InputError(
+            f"{folder / TOKENIZER} was changed since its model was trained (digest {now[:16]}, was"
+            f" {known[:16]}); copy back the one that encoded the data"
+        )
 
 
 @jax.jit

@@ -30,24 +30,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.option("out OUT", "the folder to create")
     parser.option("--step N", "step of the checkpoint of a run to convert (default: the newest)")
     parser.option(
-        "--dtype",
+        "--dtype float32|bfloat16",
         "dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
-        choices=["float32", "bfloat16"],
     )
     parser.option(
         "--merge",
         "add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
     )
-    parser.option("--quantize", "pack the weights in this format", choices=FORMATS)
+    formats = "|".join(FORMATS)
+    parser.option(f"--quantize {formats}", "pack the weights in this format")
     parser.option(
-        "--group",
+        "--group 32|64|128|none",
         "with --quantize: weights of a column that share a scale; none: all (default: 128)",
-        choices=["32", "64", "128", "none"],
     )
     parser.option(
-        "--head",
+        f"--head {formats}",
         "with --quantize: pack the head in this format, too (default: it stays in bfloat16)",
-        choices=FORMATS,
     )
     parser.option("--asymmetric", "with --quantize int8 to int1: an offset for each group, too")
 
@@ -129,10 +127,6 @@ def convert(
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
 
 
-def _command(*words: str | Path) -> str:
-    return shlex.join(["jaxllm", *map(str, words)])
-
-
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder beside `out`; renames it to `out` on success, else removes it."""
@@ -150,6 +144,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
     from jaxllm.weights.adapters import PAGE, write_peft
+    from jaxllm.weights.checksums import tokenizer_digest
     from jaxllm.weights.huggingface import HuggingFaceWeights
     from jaxllm.weights.packed import write_packed
     from jaxllm.weights.pretrained import write_checkpoint
@@ -167,10 +162,11 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if merge:
         run = run.model_copy(update={"model": weights.plain})
     (folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+    about = {"config": run.model_dump()} | tokenizer_digest(folder)
     if packing is not None:
-        about = {"step": weights.step, "packed_from": str(weights.folder)}
+        about |= {"step": weights.step, "packed_from": str(weights.folder)}
         size = write_packed(folder, run.model, packing, weights.param, about)
-        use = _command("generate", "--checkpoint", out)
+        use = shlex.join(["jaxllm", "generate", "--checkpoint", str(out)])
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:
         write_peft(weights, folder)
@@ -182,10 +178,9 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
             f" folder of it as base_model_name_or_path in {PAGE}"
         )
     check_writable(out, checkpoints=True)
-    about = dict(config=run.model_dump(), data_fingerprint=None, samples=0)
-    about["converted_from"] = str(weights.folder)
+    about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
     write_checkpoint(folder / "checkpoints", weights, about)
-    train = _command("train", "--config", out / "config.yaml")
+    train = shlex.join(["jaxllm", "train", "--config", str(out / "config.yaml")])
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 

@@ -34,7 +34,7 @@ from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
-from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
+from jaxllm.weights import checksums
 from jaxllm.weights.huggingface import TAGS, check_finite, open_safetensors, write_safetensors
 from jaxllm.weights.places import difference, map_params, named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
@@ -195,27 +195,27 @@ def write_packed(
     about: further keys of packed.json, with `step`.
     """
     parts = layout(config, packing)
-    checksums, sums = {}, {}  # sums: of the parameters before they are packed or rounded
+    plain, sums = {}, {}  # checksums of what is not packed; of all before packing or rounding
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
             x = read(TABLE).T if name == HEAD and tied(config) else read(name)
             check_finite(x, name)
             if not (name == HEAD and tied(config)):
-                sums.update(array_checksums({name: x}))
+                sums.update(checksums.array_checksums({name: x}))
             if (own := packing.of(name, x.shape)) is not None:
                 packed = own.pack(jnp.asarray(x)).to_arrays()
                 yield from ((at, packed[at.removeprefix(f"{name}.")]) for at in part)
                 continue
             x = np.asarray(x, part[name][1])
-            checksums.update(array_checksums({name: x}))
+            plain.update(checksums.array_checksums({name: x}))
             yield name, x
 
     flat = {at: kind for part in parts.values() for at, kind in part.items()}
     write_safetensors(folder / ARRAYS, flat, arrays())
-    page = {"packing": VERSION, **packing._asdict(), **about, "checksums": checksums}
-    page["source"] = joint_checksum(sums)
-    (folder / PAGE).write_text(json.dumps(with_digest(page), indent=1), encoding="utf-8")
+    page = {"packing": VERSION, **packing._asdict(), **about, "checksums": plain}
+    page["source"] = checksums.joint_checksum(sums)
+    (folder / PAGE).write_text(json.dumps(checksums.with_digest(page), indent=1), encoding="utf-8")
     return (folder / ARRAYS).stat().st_size
 
 
@@ -261,6 +261,7 @@ class PackedWeights:
         whole = dict.fromkeys(name for name, part in self._layout.items() if name in part)
         if different := sorted(whole.keys() ^ self._checksums.keys()):
             raise self._damaged(f"{PAGE} has other parameters than config.yaml: {different[0]}")
+        checksums.check_folder(folder, page, self.config, PAGE)
 
     def param(self, name: str) -> np.ndarray:
         """The parameter of a dotted path in float32; a packed one is dequantized."""
@@ -275,7 +276,7 @@ class PackedWeights:
         part = self._layout[name]
         arrays = {at.removeprefix(f"{name}."): self._file.get_tensor(at) for at in part}
         if name in part:
-            if first_mismatch(arrays, self._checksums):
+            if checksums.first_mismatch(arrays, self._checksums):
                 raise self._damaged(f"the checksum of {name} differs")
             return jax.device_put(arrays[name], sharding)
         try:

@@ -88,12 +88,12 @@ def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): p for path, p in nnx.to_flat_state(state)}
 
 
-def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+def difference(found: dict, wanted: dict, who: str = "config.yaml requires") -> str:
     """The first name that differs between what a folder holds and what its model has, or ""."""
     for name in [*wanted, *sorted(found.keys() - wanted.keys())]:
         has, needs = found.get(name, "not in it"), wanted.get(name, "no such name")
         if has != needs:
-            return f"{name} is {has}; config.yaml requires {needs}"
+            return f"{name} is {has}; {who} {needs}"
     return ""
 
 

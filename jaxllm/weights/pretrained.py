@@ -17,20 +17,14 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
-from jaxllm.config.loading import flat
-from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax, unreadable
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
 from jaxllm.sharding import put
-from jaxllm.weights import adapters
+from jaxllm.weights import adapters, checksums
 from jaxllm.weights.adapters import AdapterWeights, params_in_turn
-from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import difference, map_params, named_params
-
-# Settings that do not affect the weights; without learned positions neither does max_seq_len.
-_FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
-_FREE |= {"lora", "quantize"}
 
 
 class RunWeights:
@@ -48,10 +42,8 @@ class RunWeights:
         self.folder = self.text = directory
         checkpoints = (directory / "checkpoints").resolve()
         options = ocp.CheckpointManagerOptions(read_only=True)
-        try:
-            self._manager = ocp.CheckpointManager(checkpoints, options=options)
-        except Exception as e:  # it reads the metrics of every checkpoint
-            raise unreadable(checkpoints, e) from e
+        checksums.check_losses(checkpoints)  # Orbax reads all of them
+        self._manager = ocp.CheckpointManager(checkpoints, options=options)
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -71,7 +63,7 @@ class RunWeights:
         restore_args = ocp.checkpoint_utils.construct_restore_args(items)
         args = ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)
         found = self._restore(args)
-        if name := first_mismatch({name: found[name] for name in items}, self._checksums):
+        if name := checksums.first_mismatch({name: found[name] for name in items}, self._checksums):
             raise self._damaged(f"the checksum of {name} differs")
         return {name: found[_stored(name)] for name in names}
 
@@ -96,12 +88,7 @@ class RunWeights:
         return found
 
     def _check(self) -> None:
-        page = self._restore(ocp.args.JsonRestore(), "about")
-        try:
-            check_digest(page)
-        except ValueError as e:
-            raise self._damaged(str(e)) from e
-        self.about: dict[str, Any] = page
+        page = self.about = self._restore(ocp.args.JsonRestore(), "about")
         self._checksums = page.get("checksums", {})
         kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
@@ -110,18 +97,14 @@ class RunWeights:
         where = f"checkpoint {self._place}"
         if different := difference(stored, wanted):
             raise InputError(f"{where}: {different}")
-        # What no shape shows, such as norm_eps or the scale of adapters: config.yaml may be edited.
-        ours, saved = flat(self.config.model_dump()), flat(page.get("config", {}).get("model", {}))
-        for key in sorted(saved.keys() & ours.keys() - _FREE - {"max_seq_len"}):
-            if ours[key] != saved[key]:
-                raise InputError(
-                    f"model.{key}={ours[key]!r} in {self.folder / 'config.yaml'} differs from"
-                    f" {saved[key]!r} of {where}; change it back"
-                )
+        checksums.check_folder(self.folder, page, self.config, where)
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
-            return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+            found = self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+            if item == "about":
+                checksums.check_digest(found)
+            return found
         except Exception as e:
             if out_of_memory(e):
                 raise
@@ -252,12 +235,13 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     about = about | {"arrays": {}, "checksums": {}}
     for name, leaf in state.items():
         about["arrays"][name] = [list(leaf.shape), str(leaf.dtype)]
-        about["checksums"] |= array_checksums({name: leaf.read()})
+        about["checksums"] |= checksums.array_checksums({name: leaf.read()})
     quiet_orbax()
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     handlers = {"state": arrays, "about": ocp.JsonCheckpointHandler()}
-    saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(with_digest(about))}
+    about = checksums.with_digest(about)
+    saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(about)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     manages = partial(ocp.CheckpointManager, options=options, item_handlers=handlers)
     try:
@@ -287,7 +271,8 @@ class _UnreadHandler(ocp.type_handlers.NumpyHandler):
 
 
 def _fixed(config: ModelConfig) -> dict[str, Any]:
-    free = _FREE if config.type == "gpt2" else _FREE | {"max_seq_len"}
+    # Without learned positions max_seq_len does not affect the weights.
+    free = checksums.FREE if config.type == "gpt2" else checksums.FREE | {"max_seq_len"}
     # pyrefly: ignore[bad-argument-type]
     values = config.model_dump(exclude=free) | {"d_ff": config.ff_width}
     return values | ({"d_head": config.head_dim} if config.type == "llama3" else {})

@@ -35,13 +35,32 @@ def test_four_forms_give_the_same_messages():
     assert chat.conversation(told) == (pair("Do\n\nthis", "A"), 0)
 
 
+def told(i: int, template: str) -> list[dict]:
+    """A conversation, without the calls that a template leaves out: with them it is refused."""
+    gone = {"tool_calls"} if template in ("chatml", "trimmed") else set()
+    return [{key: m[key] for key in m if key not in gone} for m in MASKS["conversations"][i]]
+
+
+def test_calls_that_a_template_leaves_out_are_refused(tmp_path):
+    """Where content is "" and not null, some show no calls: an empty answer would be trained."""
+    shows = "{% if m.content is defined %}{{ m.content }}{% else %}{{ m.tool_calls }}{% endif %}"
+    tokenizer = Tokenizer(with_template(tmp_path / "a", TEMPLATE.replace("{{ m.content }}", shows)))
+    messages = pair("Q", None)
+    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "now"}}]
+    assert "'now'" in chat.render(tokenizer, {"messages": messages}, "assistant")[0]
+    for messages[1]["content"] in ("", "So:"):
+        for shown in (tokenizer.rendered, lambda m: chat.render(tokenizer, {"messages": m}, "all")):
+            with pytest.raises((InputError, chat.Refused), match=r"out tool_calls \(message 2"):
+                shown(messages)
+
+
 @pytest.mark.parametrize("template", MASKS["templates"])
 @pytest.mark.parametrize("family", MASKS["masks"])
 def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
     tokenizer = Tokenizer(with_template(tmp_path / "a", MASKS["templates"][template], family))
     assert chat.has_marks(tokenizer)
     for i, tools, ids, mask in MASKS["masks"][family][template]:
-        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        values = dict(messages=told(i, template), tools=MASKS["tools"] if tools else None)
         if ids is None:
             with pytest.raises(chat.Refused, match="the chat template refuses"):
                 chat.render(tokenizer, values, "assistant")
@@ -101,7 +120,7 @@ def test_prefixes_give_the_masks_of_the_marks(family, template, tmp_path):
     tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
     assert not chat.has_marks(tokenizer)
     for i, tools, ids, mask in MASKS["masks"][family][template]:
-        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        values = dict(messages=told(i, template), tools=MASKS["tools"] if tools else None)
         if ids is not None:
             rendered = chat.render(tokenizer, values, "assistant")
             ((mine, spoken),) = tokenizer.encode_rendered([rendered])

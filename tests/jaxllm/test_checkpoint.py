@@ -133,6 +133,12 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path):
         checkpoints.save(step, state(step), ABOUT, 4.0)
     checkpoints.close()
     metrics = folder / "1" / "metrics" / "metrics"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole.replace(b"4.0", b"1.0"))  # it would be the best
+    with pytest.raises(InputError, match=rf"1 is damaged .*page was changed.*delete {metrics}"):
+        Checkpoints(folder, keep=2).newest()
+    metrics.write_bytes(b'{"val_loss": 4.0}')  # as an earlier version wrote it
+    assert Checkpoints(folder, keep=2).newest() == 2
     metrics.write_bytes(b"")
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
     for reads in (Checkpoints(folder, keep=2).newest, lambda: RunWeights(tmp_path)):

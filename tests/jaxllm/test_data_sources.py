@@ -51,7 +51,8 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     write(tmp_path / "a.txt", mark + b"a\n")
     write(tmp_path / "b.txt", gzip.compress(mark + b"b\n"))
     write(tmp_path / "c.txt", mark)
-    assert [p.text for p in read("text", tmp_path)] == ["a\n", "b\n"]
+    nul = write(tmp_path / "d.txt", "c\0d, not UTF-16\n").read_text()
+    assert [p.text for p in read("text", tmp_path)] == ["a\n", "b\n", nul]
     line = b'{"text": "a"}\n'
     write(tmp_path / "a.jsonl", mark + line + mark + line + mark + b"\n" + b'{"text": "\\ufeffb"}')
     assert [p.text for p in read("jsonl", tmp_path / "a.jsonl")] == ["a", "a", "b"]

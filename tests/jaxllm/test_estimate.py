@@ -65,11 +65,10 @@ def test_kernels_make_logits_in_chunks():
 def test_the_time_is_estimated_if_the_peak_is_known(monkeypatch):
     trainer = trainer_of(GPT2Config(**SHAPE))
     monkeypatch.setattr(estimate, "peak_flops", lambda kind: None)
-    (_, unknown) = estimate._time_lines(trainer.config, trainer.mesh)
-    assert "unknown" in unknown
+    assert "unknown" in estimate.summarize(trainer).splitlines()[-1]
     flops = estimate.flops_per_token(trainer.config.model, 128) * 8 * 128
     monkeypatch.setattr(estimate, "peak_flops", lambda kind: flops / 0.25)
-    text = "\n".join(estimate._time_lines(trainer.config, trainer.mesh))
+    text = estimate.summarize(trainer)
     assert "250.0 ms per step, 0:00:01 in total" in text
     assert "at 40% of the peak: 625.0 ms per step, 0:00:02 in total" in text
 

@@ -208,7 +208,12 @@ def test_llama_3_tokens_before_and_after_a_text_are_respected(runs, capsys, tmp_
         return iter(np.array([[2], [5], [1]]))
 
     monkeypatch.setattr("jaxllm.infer.decode.stream_tokens", stream)
-    assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()) == 0
+    words = f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()
+    assert generate.main(words) == 2
+    assert "run/tokenizer.json was changed since its model" in capsys.readouterr().err
+    # As if the run had been trained with it.
+    monkeypatch.setattr("jaxllm.weights.checksums.tokenizer_digest", lambda folder: {})
+    assert generate.main(words) == 0
     assert seen == [[3, 2, 1, 0]]
     assert capsys.readouterr().out == "the t\n"  # without a decoder, spaces join tokens
 

@@ -255,6 +255,11 @@ def test_text_streams_whole_characters_and_ends_before_a_stop_string(capsys):
         text.add(token)
     text.finish()
     assert capsys.readouterr().out == "aEN"
+    stops = ["abcd", "c", "bc!"]  # the first to begin counts, though another ends before it
+    for content, wanted in (("xabcdc", "x"), ("xabce", "xab"), ("abc", "ab"), ("abc!d", "a")):
+        text = Text(Letters(), b"x", stops, {0}, live=True)
+        writer.Speed(1).fill([text], ([token] for token in content.encode()))
+        assert (text.text, capsys.readouterr().out) == (wanted, wanted), content
 
 
 def test_text_decodes_only_its_last_tokens():

@@ -1,6 +1,7 @@
 """`jaxllm.load`, and what `help` shows of layers and models."""
 
 import inspect
+import json
 import math
 import pydoc
 import shutil
@@ -20,6 +21,7 @@ from jaxllm.errors import InputError
 from jaxllm.layers import Attention, Linear
 from jaxllm.models import MODELS
 from jaxllm.weights import convert
+from jaxllm.weights.pretrained import open_weights
 
 
 @pytest.mark.parametrize("name", [slow("gpt2"), "llama3"])
@@ -48,6 +50,16 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
         InputError, match=r"model\.norm_eps=0\.0001 in .*yaml differs from 1e-05 of"
     ):
         jaxllm.load(page.parent)
+    page.write_text(content)
+    tokens = page.with_name("tokenizer.json")
+    read = json.loads(tokens.read_text())
+    tokens.write_text(json.dumps(read, indent=4))
+    open_weights(page.parent)  # only its form changed
+    tokens.write_text(json.dumps(read | {"pre_tokenizer": None}))
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json was changed since .*; copy back the one"
+    ):
+        open_weights(page.parent)
 
 
 def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):

@@ -368,6 +368,8 @@ def test_damaged_and_foreign_folders_are_refused(packed, tmp_path, capsys):
     refused("config.yaml", deeper.encode(), "blocks.1.", "is not in it; config.yaml requires")
     wider = config.replace("vocab_size: 100", "vocab_size: 200")
     refused("config.yaml", wider.encode(), "embedding.wte is BF16 (128, 64)")
+    edited = config.replace("norm_eps: 1.0e-05", "norm_eps: 1.0e-04")
+    refused("config.yaml", edited.encode(), "norm_eps=0.0001 in", "differs from 1e-05 of packed")
     (folder / "packed.safetensors").unlink()
     error_of(capsys, generate.main(words), "packed.safetensors cannot be read")
     with pytest.raises(InputError, match=r"packed\.safetensors"):

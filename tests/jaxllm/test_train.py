@@ -17,12 +17,14 @@ from training_runs import REPO, STEPS, command, devices, error_of, final_state, 
 
 import train
 from jaxllm import config as configs
+from jaxllm.errors import InputError, RunError
 from jaxllm.infer import generate
 from jaxllm.text import Tokenizer
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run
+from jaxllm.weights.pretrained import open_weights
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -191,6 +193,16 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
     )
 
 
+def test_a_run_ends_where_its_folder_is_gone(tmp_path):
+    with lock_directory(tmp_path / "run"):
+        run = Run.__new__(Run)
+        run.rank, run.out_dir = 0, tmp_path / "run"
+        shutil.move(run.out_dir, tmp_path / "moved")
+        with pytest.raises(RunError, match="run was deleted or moved while"):
+            run._evaluate_sample_save(5, {"checkpoint"})
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
 class TestFinishedRun:
     @pytest.fixture
     def copy(self, straight, tmp_path):
@@ -247,6 +259,12 @@ class TestFinishedRun:
         logged = read_metrics(copy / "metrics.jsonl")
         kinds = [{"loss", "val_loss", "sample"} & r.keys() for r in logged if r["step"] == STEPS]
         assert kinds == [{"loss"}, {"val_loss"}, {"sample"}]
+
+    def test_a_changed_tokenizer_is_refused(self, copy, capsys):
+        path = copy / "tokenizer.json"
+        path.write_text(path.read_text().replace('"added_tokens":', '"more": 1, "added_tokens":'))
+        with pytest.raises(InputError, match=r"tokenizer.json was changed since"):
+            open_weights(copy)
 
     def test_a_second_process_is_refused(self, copy, capsys):
         more = ["--train.steps", "70"]

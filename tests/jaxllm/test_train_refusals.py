@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
             ["--config", "llama3_small", "--mesh.tensor", "7"],
             "set mesh.data=-1 and the other axes to divisors of",
         ),
+        (["--config", "llama3_small", "--mesh.data", "0"], "mesh data=0 x fsdp=1 x context=1"),
         (["--config", "llama3_small", "--mesh.fsdp", "64"], "--dry_run 64xH100 predicts it for 64"),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
@@ -220,6 +221,8 @@ def test_a_quoted_tilde_is_the_home_folder(monkeypatch):
     parser = command_line.Parser()
     parser.option("--out FILE", "")
     assert parser.parse_args(["--out=~/x"]).out == Path("/home/me/x")
+    with pytest.raises(KeyError, match="FLE"):  # else it would be text, with its tilde
+        parser.option("--in FLE", "")
 
 
 WRONG_PATHS = """
