@@ -72,14 +72,14 @@ def render(
     tools = variables.get("tools") or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
-    parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
+    parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
     try:
         page = {"documents": None} | variables | {"messages": messages}
         marked = _compiled(template).render(page)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
-        fix = "; content is a list of parts: join their texts" * bool(parts)
+        fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
