@@ -103,8 +103,8 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
     validates: whether to validate on any; data.val_path may name others.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
-    Names without such a word are left out beside train, and else trained on; but if they are texts,
-    all are trained on, as code may have tests and a train.py (a README or a license does not count).
+    Names without such a word are left out beside train, and else trained on.  If they are texts,
+    all are: a folder of code may have tests and a train.py (a README or a license does not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
     for name, path in found.files:

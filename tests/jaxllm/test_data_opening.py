@@ -97,7 +97,8 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     (tmp_path / "data" / f"{names[1]}.{kind}").unlink()
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     if kind == "jsonl":  # what says no split is then the training data
-        assert data.tokenizer.decode(data.train.read(0, len(data.train))).endswith(documents["test"])
+        train = data.tokenizer.decode(data.train.read(0, len(data.train)))
+        assert train.endswith(documents["test"])
         assert "left out 2 files of a test split" in data.description
         assert data.tokenizer.decode(data.val.read(0, len(data.val))) == val
     else:
