@@ -107,11 +107,10 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
     all are: a folder of code may have tests and a train.py (a README or a license does not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
+    usual = "train" if kind == "shards" else "no"
     for name, path in found.files:
         words = re.split(r"[^a-z]+", name.lower())  # also train1
-        split = next(
-            (_SPLITS[x] for x in words if x in _SPLITS), "train" if kind == "shards" else "no"
-        )
+        split = next(filter(None, map(_SPLITS.get, words)), usual)
         groups[split].append((name, path))
     train, val, test, no = groups.values()
     is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
