@@ -11,7 +11,8 @@ from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
-    "messages conversations prompt completion instruction input output system tools history".split()
+    "messages conversations prompt completion instruction input output system tools history label"
+    " chat_template_kwargs".split()
 )
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
@@ -34,6 +35,8 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     if key := next((key for key in ("messages", "conversations") if key in given), None):
         messages = _said(key, given[key])
     elif "prompt" in given and "completion" in given:
+        if given.get("label") is False:  # of preferences
+            raise Refused("label=false: a completion to unlearn")
         messages = _said("prompt", given["prompt"], "user")
         asked = len(messages)
         messages += _said("completion", given["completion"], "assistant")
@@ -111,8 +114,9 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
 
     def show(count: int, answer: bool = False) -> tuple[str, list]:
         options = dict(tools=tools, answer=answer, strftime_now=_DATE.strftime)
+        more = values.get("chat_template_kwargs")
         try:
-            return tokenizer.rendered(messages[:count], **options)
+            return tokenizer.rendered(messages[:count], chat_template_kwargs=more, **options)
         except InputError as error:
             raise Refused(" ".join(str(error).split())) from error
 

@@ -25,8 +25,9 @@ _SUFFIXES = {
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
-_SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
+_SPLITS = dict(train="train", training="train")  # the Hub's words
 _SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+_SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
 # JSON beside the data of a dataset, which the Hub does not read as data either.
 _CARDS = frozenset("dataset_info dataset_infos dataset_dict state config".split())
@@ -102,18 +103,19 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
     validates: whether to validate on any; data.val_path may name others.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
-    Names without such a word are left out then; but if they are texts, all are trained on, as a
-    folder of code may have tests and a file train.py (a README or a license does not count).
+    Names without such a word are left out beside train, and else trained on.  If they are texts,
+    all are: a folder of code may have tests and a train.py (a README or a license does not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
+    usual = "train" if kind == "shards" else "no"
     for name, path in found.files:
-        words = re.split(r"[^a-z0-9]+", name.lower())
-        split = next(
-            (_SPLITS[x] for x in words if x in _SPLITS), "train" if kind == "shards" else "no"
-        )
+        words = re.split(r"[^a-z]+", name.lower())  # also train1
+        split = next(filter(None, map(_SPLITS.get, words)), usual)
         groups[split].append((name, path))
     train, val, test, no = groups.values()
     is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
+    if not train and kind != "text":
+        train, no = no, []
     if not train or (kind == "text" and any(map(is_data, no))):
         return found, Found([])
     unread = {"of a test split": test, "whose names say no split": no}

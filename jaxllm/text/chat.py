@@ -73,7 +73,7 @@ def render(
     tools = variables.get("tools") or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
-    parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
+    parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
     page = {"documents": None} | variables
     shown = lambda messages: _compiled(template).render(page | {"messages": messages})
     try:
@@ -81,7 +81,7 @@ def render(
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
-        fix = "; content is a list of parts: join their texts" * bool(parts)
+        fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     lost = []
     for i, message in enumerate(messages):

@@ -144,13 +144,14 @@ def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):
     assert named in err
 
 
-def test_a_list_of_parts_is_never_printed_as_python_prints_it():
+def test_content_is_never_printed_as_python_prints_it():
     """transformers' text of Llama 3.1's template has "[{'type': 'text', ..." in it."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     template = (FOLDER.parent / "chat/llama3.1.jinja").read_text()
     for text in (template, "{{ '' + messages[0].content }}"):
-        with pytest.raises(InputError, match="content is a list of parts: join their texts"):
-            render(text, parts, {"bos_token": ""})
+        for messages in (parts, [{"role": "user", "content": {"a": 1}}]):
+            with pytest.raises(InputError, match="content must be text: join the texts of its p"):
+                render(text, messages, {"bos_token": ""})
     assert render("{{ messages[0].content[0].text }}", parts, {})[0] == "Hi"  # it takes them
 
 

@@ -89,7 +89,7 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     assert "12 conversations" in data.description
     assert "left out 1 files" in data.description
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
-    with pytest.raises(InputError, match=r"d\.parquet has no column 'completion' or .*, only text"):
+    with pytest.raises(InputError, match=r"d\.parquet has no column .*'completion' .*, only text"):
         opened(config, path=str(folder))
 
 
@@ -295,6 +295,11 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
         ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
+        (
+            [{"prompt": "Q", "completion": "A", "label": False}],
+            {},
+            "1 refused, label=false: a completion to unlearn",
+        ),
         (
             [{"messages": [USER]}] * 5,
             {},

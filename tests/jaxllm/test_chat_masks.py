@@ -169,8 +169,16 @@ def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tm
 END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
 
 
-def test_todays_date_is_not_in_the_ids(tmp_path):
-    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+def test_todays_date_is_not_in_the_ids_but_a_conversations_variables_are(tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }}{{ mood }}{{ tools }}" + TEMPLATE
     tokenizer = Tokenizer(with_template(tmp_path / "a", dated))
-    text, _ = chat.render(tokenizer, {"messages": pair("Q", "A")}, "assistant")
-    assert text.startswith("26 Jul 2024<|start")
+    values = {"messages": pair("Q", "A")}
+    text, spans = chat.render(tokenizer, values, "assistant")
+    assert text.startswith("26 Jul 2024None<|start")
+    # A conversation may have variables of its own, as by TRL.
+    values["chat_template_kwargs"] = {"mood": "glad", "add_generation_prompt": True, "tools": 1}
+    glad = text.replace("None", "gladNone")
+    moved = [(begin + 4, end + 4) for begin, end in spans]
+    assert chat.render(tokenizer, values, "assistant") == (glad, moved)
+    with pytest.raises(chat.Refused, match=r"kwargs=\[1\] must be an object with keys$"):
+        chat.render(tokenizer, values | {"chat_template_kwargs": [1]}, "assistant")

@@ -68,7 +68,7 @@ def test_a_validation_file_alone_is_split(tmp_path, config):
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
 def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     """As on the Hub; a test split is not read.  A text without a split makes all training data."""
-    names = ("train-00000-of-00002", "sub/train/b", "validation", "test")
+    names = ("train-00000-of-00002", "sub/train2/b", "validation", "eval1", "test")
     documents = {name: f"{name} says {i} " * 20 for i, name in enumerate(names)}
     for name, text in documents.items():
         content = json.dumps({"text": text}) if kind == "jsonl" else text
@@ -77,9 +77,9 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     config.source, config.path = kind, str(tmp_path / "data")
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
-    assert [documents[name] in train for name in names] == [True, True, False, False]
+    assert [documents[name] in train for name in names] == [True, True, *[False] * 3]
     assert val == "<|endoftext|>" + documents["validation"]
-    assert "; left out 1 files of a test split (test." in data.description
+    assert "; left out 2 files of a test split (eval1." in data.description
     config.val_path = write(tmp_path / f"mine.{kind}", content)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     again = data.tokenizer.decode(data.train.read(0, len(data.train)))
@@ -90,9 +90,19 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     expected = {
         "jsonl": "; left out 1 files whose names say no split (more.jsonl)",
-        "text": "6 documents in 6 files",
+        "text": "7 documents in 7 files",
     }
     assert expected[kind] in data.description
+    (tmp_path / "data" / f"{names[0]}.{kind}").unlink()
+    (tmp_path / "data" / f"{names[1]}.{kind}").unlink()
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    if kind == "jsonl":  # what says no split is then the training data
+        train = data.tokenizer.decode(data.train.read(0, len(data.train)))
+        assert train.endswith(documents["test"])
+        assert "left out 2 files of a test split" in data.description
+        assert data.tokenizer.decode(data.val.read(0, len(data.val))) == val
+    else:
+        assert "5 documents in 5 files" in data.description
 
 
 # Text
