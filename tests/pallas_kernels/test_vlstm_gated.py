@@ -141,6 +141,8 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
 def test_a_gate_that_begins_elsewhere_has_the_kernels_of_both_ops():
     arrays = jax.eval_shape(lambda: inputs(1, 16, 1, 64, 192))
     assert set(KERNELS) <= traced_names(arrays, implementation="mosaic")
+    narrow = jax.eval_shape(lambda: inputs(1, 16, 1, 64, 16))  # the norm has no kernel for it
+    assert traced_names(narrow, implementation="mosaic") & set(KERNELS) == set(KERNELS[:5])
 
 
 @pytest.mark.parametrize(
