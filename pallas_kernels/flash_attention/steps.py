@@ -35,7 +35,7 @@ class Stream(NamedTuple):
 class Item(NamedTuple):
     """A block of rows, as one warpgroup sees it; see the picture."""
 
-    number: Any
+    number: Any  # by which the Schedule finds it
     batch: Any
     head: Any
     row: Any  # the warpgroup's first one
