@@ -138,19 +138,15 @@ class Checkpoints:
         Complete checkpoints are not affected.
         """
         flat = _flat(state)
-        about = about | {"arrays": _shapes(flat), "checksums": checksums.array_checksums(flat)}
+        arrays = {"arrays": _shapes(flat), "checksums": checksums.array_checksums(flat)}
+        about = checksums.with_digest(about | arrays)
+        args = ocp.args.Composite(state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about))
         metrics = None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss}
+        metrics = metrics and checksums.with_digest(metrics)
         problem = self._finish()
         self._saving = step
         try:
-            self.manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(flat),
-                    about=ocp.args.JsonSave(checksums.with_digest(about)),
-                ),
-                metrics=metrics and checksums.with_digest(metrics),
-            )
+            self.manager.save(step, args=args, metrics=metrics)
         except Exception as e:
             return "; ".join(filter(None, (problem, self._failed(e))))
         return problem

@@ -119,9 +119,10 @@ def _remove_unused(lock_: Path, new: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def lock_directory(out_dir: Path) -> Iterator[None]:
+def lock_directory(out_dir: Path) -> Iterator[Callable[[], bool]]:
     """Creates a run's directory and locks it against other processes that train.
 
+    Yields whether it is still there: a deleted one may have been made anew, by another run.
     Removes it at the end if it has created it and holds nothing: the run was refused.
     Raises InputError if another process holds the lock or the directory is not writable.
     """
@@ -138,4 +139,5 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
         except OSError as e:
             raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
         stack.callback(_remove_unused, path, new)
-        yield
+        inode = path.stat().st_ino
+        yield lambda: path.exists() and path.stat().st_ino == inode

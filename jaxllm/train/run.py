@@ -139,8 +139,9 @@ class Run:
         )
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
+        self.holds = lambda: True
         if self.rank == 0:  # Checkpoints would delete another process's running save
-            stack.enter_context(lock_directory(out_dir))
+            self.holds = stack.enter_context(lock_directory(out_dir))
             if not resume:  # another process may have made it while this one started
                 command_line.check_free(out_dir)
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
@@ -272,7 +273,7 @@ class Run:
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
     def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
-        if self.rank == 0 and not (self.out_dir / "config.yaml").exists():
+        if not self.holds():
             raise RunError(
                 f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
                 " --resume, or start again"

@@ -194,12 +194,15 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
 
 
 def test_a_run_ends_where_its_folder_is_gone(tmp_path):
-    with lock_directory(tmp_path / "run"):
-        run = Run.__new__(Run)
-        run.rank, run.out_dir = 0, tmp_path / "run"
+    run = Run.__new__(Run)
+    run.out_dir = tmp_path / "run"
+    with lock_directory(run.out_dir) as run.holds:
+        assert run.holds()
         shutil.move(run.out_dir, tmp_path / "moved")
-        with pytest.raises(RunError, match="run was deleted or moved while"):
-            run._evaluate_sample_save(5, {"checkpoint"})
+        assert not run.holds()
+        with lock_directory(run.out_dir):  # another run has taken its place
+            with pytest.raises(RunError, match="run was deleted or moved while"):
+                run._evaluate_sample_save(5, {"checkpoint"})
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 

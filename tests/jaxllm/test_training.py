@@ -185,6 +185,14 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
     assert int(state.step) == len(order)
 
 
+def test_an_update_is_made_under_strict_promotion():
+    """optax raises a float to an integer step."""
+    t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
+    state, loss = t.abstract_state(), jax.ShapeDtypeStruct((), jnp.float32)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert jax.eval_shape(t._updated, state, loss, state.params)[2]["lr"].dtype == jnp.float32
+
+
 def test_the_losses_in_the_window_define_spikes():
     watch = optim.new_watch()
     for i in range(optim.WINDOW):
