@@ -187,7 +187,8 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     given, dtype = x, mosaic.stat_dtype(x.dtype)
     x = x.astype(dtype)
     if norm is not None:
-        x, _ = normed_in_jnp(x, *norm, None, None, None, centered=centered, eps=eps)
+        weight, bias = norm
+        x, _ = normed_in_jnp(x, weight, bias, None, None, None, centered=centered, eps=eps)
     if _packed(weights):
         x = mosaic.rounded(x, given.dtype)
         ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]

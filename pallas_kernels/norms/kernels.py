@@ -225,8 +225,8 @@ def backward(centered, _, saved, cotangents):
     )(x, dy, ds, gate, weight, tuple(stats))
     pairs = zip(original.items(), sums, strict=True)
     of_params = {k: a.sum(1).reshape(w.shape).astype(w.dtype) for (k, w), a in pairs}
-    unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
-    dx, dgate = map(unview, (dx, dgate), shapes)
+    dx = t.unview(dx).reshape(shapes[0])
+    dgate = None if dgate is None else t.unview(dgate).reshape(shapes[1])
     dweight, dbias, dx_bias = map(of_params.get, ("weight", "bias", "x_bias"))
     return dx.astype(dtype), dweight, dbias, None if ds is None else dx, dx_bias, dgate
 
