@@ -74,8 +74,7 @@ def render(
         raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
     parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
     try:
-        page = {"documents": None} | variables | {"messages": messages}
-        marked = _compiled(template).render(page)
+        marked = _compiled(template).render(dict(documents=None) | variables, messages=messages)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
