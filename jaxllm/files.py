@@ -83,10 +83,11 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         page = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        if optional and isinstance(error, FileNotFoundError):
+        if optional and isinstance(error, FileNotFoundError) and not path.is_symlink():
             return {}
-        why = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read as JSON: {why}") from error
+        raise InputError(
+            f"{path} cannot be read as JSON: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(page, dict):
         raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
     return page
