@@ -82,11 +82,10 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """Reads a JSON object, {} for a missing file that is optional; raises InputError."""
     try:
         page = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        if optional and isinstance(error, FileNotFoundError):
+    except (OSError, ValueError, RecursionError) as e:
+        if optional and isinstance(e, FileNotFoundError) and not path.is_symlink():
             return {}
-        why = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read as JSON: {why}") from error
+        raise InputError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from e
     if not isinstance(page, dict):
         raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
     return page

@@ -82,6 +82,8 @@ def keys(model_type: str) -> dict[str, Any]:
 
 def sampling(mark: str = "", **options: Any) -> Sampling:
     """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
+    if unknown := sorted(options.keys() - Sampling.model_fields):
+        raise InputError(f"{mark}{unknown[0]}: there are only {', '.join(Sampling.model_fields)}")
     try:
         return Sampling(**options)
     except ValidationError as e:

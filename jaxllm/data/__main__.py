@@ -94,9 +94,8 @@ def _run(args: Namespace) -> None:
             val_fraction=args.val_fraction,
         )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
-        print(
-            f"{tokens['names']:,} names of special tokens in the text, {_READ[args.special_tokens]}"
-        )
+        read = _READ[args.special_tokens]
+        print(f"{tokens['names']:,} names of special tokens in the text, {read}")
         print(tokenizer.documents())
         if not tokens["val"]:
             print(
@@ -108,9 +107,8 @@ def _run(args: Namespace) -> None:
         raise InputError(f"{args.out} exists: choose another --out")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(
-            (piece.text for piece in source.pieces()), args.vocab_size, args.out, key="--vocab_size"
-        )
+        texts = (piece.text for piece in source.pieces())
+        train_tokenizer(texts, args.vocab_size, args.out, key="--vocab_size")
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")

@@ -25,9 +25,8 @@ _SUFFIXES = {
     "shards": (".bin",),
     "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
-_SPLITS = dict(train="train", training="train")  # the Hub's words
-_SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
-_SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+_WORDS = "train training", "val valid validation dev", "test testing eval evaluation"  # the Hub's
+_SPLITS = {word: words.split()[0] for words in _WORDS for word in words.split()}
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
 # JSON beside the data of a dataset, which the Hub does not read as data either.
 _CARDS = frozenset("dataset_info dataset_infos dataset_dict state config".split())

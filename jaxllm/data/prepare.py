@@ -149,8 +149,7 @@ def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
     if not state and (any(out.glob("*.bin")) or not own_copy):
         raise InputError(f"{out} holds shards or a tokenizer of other origin: choose another --out")
     if state.get("job") != job:  # another job failed on bad input before it encoded anything
-        state = {"job": job, "done": False, "pieces": 0, "names": 0}
-        state |= {"train": [0, 0], "val": [0, 0]}
+        state = dict(job=job, done=False, pieces=0, names=0, train=[0, 0], val=[0, 0])
         write_json(path, state)  # from now on this job owns everything in the folder
     return state
 

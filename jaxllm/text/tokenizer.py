@@ -114,15 +114,12 @@ class Tokenizer:
 
     def describe(self) -> str:
         """What begins and ends a text, in a line."""
-        name = self._name
-        before = " ".join(map(name, self._before))
-        begins = f"begins with {before}" if before else "has no first token"
-        if not self.ends:
-            return (
-                f"text: {begins}; no file beside {self.path} names a token that ends it:"
-                " data.end_token or --stop can"
-            )
-        return f"text: {begins}, ends at {' or '.join(name(i) for i in sorted(self.ends))}"
+        before, ends = (list(map(self._name, x)) for x in (self._before, sorted(self.ends)))
+        begins = f"text: begins with {' '.join(before)}" if before else "text: has no first token"
+        if ends:
+            return f"{begins}, ends at {' or '.join(ends)}"
+        fix = "names a token that ends it: data.end_token or --stop can"
+        return f"{begins}; no file beside {self.path} {fix}"
 
     @functools.cached_property
     def sampling(self) -> dict[str, Any]:

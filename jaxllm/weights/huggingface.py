@@ -197,8 +197,11 @@ def check_finite(x, name: str) -> None:
             raise InputError(f"{name} holds {extreme}; weights must be finite")
 
 
-def pickle_in(folder: Path) -> str:
-    """The end of an error that names a pickle in the folder, or "" without one."""
+def unread_in(folder: Path) -> str:
+    """The end of an error that names a broken link or a pickle in the folder, or "" without one."""
+    for path in sorted(folder.glob("*.*")):
+        if not path.exists():  # the Hub's cache copied without the files that it links to
+            return f"; {path.name} is a link to {path.readlink()}, which does not exist: cp -rL"
     pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in folder.glob(f"*.{end}"))
     return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
 
@@ -209,9 +212,8 @@ def open_safetensors(path: Path) -> Any:
         # pyrefly: ignore[missing-attribute]
         return safe_open(path, "numpy").__enter__()
     except (SafetensorError, OSError) as e:
-        pointer = path.is_file() and path.stat().st_size < 1000
-        fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
-        fix = fix if path.is_file() else pickle_in(path.parent)
+        fix = "; if it is a pointer of Git LFS, run git lfs pull"
+        fix = fix * (path.stat().st_size < 1000) if path.is_file() else unread_in(path.parent)
         why = f"{' '.join(str(e).split())}{fix}"
         raise InputError(f"{path} cannot be read as safetensors: {why}") from e
 
@@ -226,8 +228,8 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
     if parts:
         return parts, {}
     if not (folder / INDEX).is_file():
-        others = sorted(p.name for p in folder.glob("*.safetensors"))
-        held = f"; {others[0]} is neither" if others else pickle_in(folder)
+        others = sorted(p.name for p in folder.glob("*.safetensors") if p.exists())
+        held = f"; {others[0]} is neither" if others else unread_in(folder)
         raise InputError(f"{folder} holds no {SINGLE} and no {INDEX}{held}")
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):

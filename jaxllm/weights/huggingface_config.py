@@ -341,9 +341,8 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
             " converted"
         )
     # A window as long as the longest text has no effect.
-    window = None
-    if config.type != "vlstm" and (config.window or 0) < config.max_seq_len:
-        window = config.window
+    window = getattr(config, "window", None)
+    window = None if (window or 0) >= config.max_seq_len else window
     # transformers' Llama has no window, and heads that divide the width; its Mistral need not.
     mistral = config.type == "llama3" and (window or config.d_model % config.n_heads)
     name, kind = kinds[-1] if mistral else kinds[0]

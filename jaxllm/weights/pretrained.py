@@ -22,7 +22,7 @@ from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.weights import adapters, checksums
 from jaxllm.weights.adapters import AdapterWeights, params_in_turn
-from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
+from jaxllm.weights.huggingface import HuggingFaceWeights, unread_in
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import difference, map_params, named_params
 
@@ -140,7 +140,7 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     check_exists(directory)
     raise InputError(
         f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
-        f" directory (config.yaml, checkpoints){_near(directory) or pickle_in(directory)}"
+        f" directory (config.yaml, checkpoints){_near(directory) or unread_in(directory)}"
     )
 
 
@@ -150,10 +150,8 @@ def _near(directory: Path) -> str:
     runs = [x for x in list(path.parents)[:3] if path.is_relative_to(x / "checkpoints")]
     inside = [*sorted(path.glob("*")), *sorted(path.glob("snapshots/*"))]  # the Hub's cache
     pages = (PAGE, adapters.PAGE, "config.json", "params.json", "config.yaml")
-    for folder in (*runs, path.parent, *inside):
-        if any((folder / name).is_file() for name in pages):
-            return f"; name {folder}"
-    return ""
+    holds = lambda folder: any((folder / name).is_file() for name in pages)
+    return next((f"; name {x}" for x in (*runs, path.parent, *inside) if holds(x)), "")
 
 
 def check_weights(weights: Weights, config: Config) -> None:

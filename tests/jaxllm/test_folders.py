@@ -22,6 +22,7 @@ from loaded_models import logits
 from safetensors.numpy import save_file
 
 from jaxllm.errors import InputError
+from jaxllm.text.files import Pages
 from jaxllm.weights.huggingface import AHEAD, read_ahead
 from jaxllm.weights.huggingface_config import config_json, model_config
 from jaxllm.weights.places import places
@@ -267,6 +268,13 @@ def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
         with pytest.raises(InputError, match="is neither a Hugging Face folder") as caught:
             open_weights(path)
         assert str(caught.value).endswith(f"; name {meant}" if meant else "checkpoints)")
+    for name in ("model.safetensors", "config.json"):  # as in a cache that was copied by cp -r
+        (folder / name).unlink()
+        (folder / name).symlink_to("../blobs/1")
+        with pytest.raises(InputError, match=rf"; {name} is a link to \.\./blobs/1, which"):
+            open_weights(folder)
+    with pytest.raises(InputError, match=r"config\.json cannot be read as JSON"):
+        Pages(folder)  # not as if it were missing
     with pytest.raises(InputError, match="hf download org/name --local-dir DIR$"):
         open_weights("org/name")
     with pytest.raises(InputError, match="a Hugging Face folder$"):

@@ -72,6 +72,7 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         (lambda: loaded.generate("", tokens=1), "the prompt has no tokens"),
         (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
         (lambda: loaded.generate("b", tokens=1, top_p=1.5), "^top_p=1.5: must be at most 1$"),
+        (lambda: loaded.generate("b", max_tokens=1), "^max_tokens: there are only prompt, tokens,"),
         (lambda: loaded.score(""), "has 0 tokens; a score needs 2"),
         (lambda: loaded.score("b"), f"has 1 tokens; a score needs 2 to {most + 1}$"),
         (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; a score"),
