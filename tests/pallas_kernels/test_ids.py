@@ -121,7 +121,7 @@ def _segmented(x, implementation):
 
 def _losses(x, implementation, **options):
     options["implementation"] = implementation
-    logits, rows, weight = normal(0, (4, 300)), normal(1, (4, 8)), normal(2, (300, 8))
+    logits, rows, weight = normal(0, (4, 384)), normal(1, (4, 8)), normal(2, (384, 8))
     return (
         ops.cross_entropy(logits, x, **options),
         ops.linear_cross_entropy(rows, weight, x, **options),
@@ -151,7 +151,7 @@ SAME = [  # numbers, and int32 numbers with the same result
     ("segments", np.int64([1, 1, 1 + 2**32, 1] * 2), [1, 1, 2, 1] * 2),
     ("encoder", np.uint32([1, 2**31, 2**32 - 1, 3]), [1, 299, 299, 3]),
     ("encoder", np.int64([1, 2**32 + 5, -(2**32), 3]), [1, 299, 0, 3]),
-    ("losses", np.uint32([1, 2**32 - 100, 0, 3]), [1, 300, 0, 3]),
+    ("losses", np.uint32([1, 2**32 - 100, 0, 3]), [1, 384, 0, 3]),
     ("losses", np.int64([1, -100, 0, 3]), [1, -100, 0, 3]),
     ("decode_attention", np.uint8([1, 72, 200, 64]), [1, 72, 200, 64]),
 ]
