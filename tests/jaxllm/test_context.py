@@ -18,7 +18,7 @@ from jaxllm.train.step import Trainer
 def memory(seq_len, **mesh):
     """The estimated bytes by part of a Llama with its kernels, one sequence per step."""
     config = Config(
-        model=MODELS["llama3"](kernels="mosaic", remat="block"),
+        model=MODELS["llama3"](kernels="mosaic", remat="block", qk_norm=False),
         train=TrainConfig(steps=1, batch_size=1, seq_len=seq_len),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         mesh=mesh,
