@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import time
 
 import pytest
@@ -12,6 +13,11 @@ import pytest
 def slow(*values):
     """A case that repeats at other shapes or models what quicker cases show."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_interpreted(*values):
+    """A case that a GPU runs at once, and that repeats for the interpreter what others show."""
+    return pytest.param(*values) if shutil.which("nvidia-smi") else slow(*values)
 
 
 def random_seed() -> int:

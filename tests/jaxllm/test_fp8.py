@@ -131,6 +131,7 @@ def test_a_gpu_before_8_9_is_refused_in_one_line(monkeypatch):
     check_kernels(trainer("gpt2", "none").config)
 
 
+@pytest.mark.slow  # test_train.py and test_lora_runs.py resume, too
 def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
     """From a checkpoint, with a new trainer; the checkpoint holds nothing of fp8."""
     of, data = trainer("gpt2", n_layers=1), batches()

@@ -29,11 +29,11 @@ def gradients(trainer, state, batch):
     [
         *((target, {}, 1e-5) for target in TARGETS),
         slow("all", dict(remat="block"), 1e-5),
-        ("all", dict(quantize="int8"), 1e-5),
+        slow("all", dict(quantize="int8"), 1e-5),
         ("k_proj,down_proj", dict(quantize="int4", remat="mlp"), 1e-5),
         # bf16 rounds each activation by up to 2^-9, some twenty times in a row.
         slow("all", dict(compute_dtype="bfloat16", quantize="int4"), 0.06),
-        ("all", dict(compute_dtype="bfloat16"), 0.06),
+        slow("all", dict(compute_dtype="bfloat16"), 0.06),
     ],
 )
 def test_gradients_are_those_of_float64(targets, model, limit):

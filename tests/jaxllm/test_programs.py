@@ -101,6 +101,7 @@ def test_matmuls_are_timed_in_a_step_of_few_blocks(place, tmp_path):
     assert traced == [programs.BLOCKS, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_verified_step_is_kept(place):
     find(Trainer.trace_verified_step, trainer := make())
     again = find(never, trainer)

@@ -133,6 +133,7 @@ def test_a_replica_with_another_bit_is_found_and_named():
     assert said.endswith(" on cpu:0 (cpu) and 1 more device")  # either of the two may be wrong
 
 
+@pytest.mark.slow  # its parts are shown above
 @pytest.mark.usefixtures("same_environment")
 def test_a_corrupted_step_rolls_back_once_then_stops_and_the_run_is_the_same(
     tiny, tmp_path, capsys, monkeypatch

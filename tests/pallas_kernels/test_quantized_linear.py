@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow
+from cases import slow, slow_interpreted
 from kernel_checks import (
     ON_GPU,
     assert_error_ratio,
@@ -63,10 +63,12 @@ def check(rows, k, n, bias=None, spread=0.0, wide=False, **options):
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
         ((67,), 256, 72, dict(bits=4, group=128)),
-        slow((130,), 320, 296, dict(bits=8, group=64, symmetric=False)),  # dx: two turns
+        # dx: two turns
+        slow_interpreted((130,), 320, 296, dict(bits=8, group=64, symmetric=False)),
         slow((65,), 64, 40, dict(bits=4, group=None)),
         slow((65,), 192, 520, dict(bits=4, group=64, symmetric=False)),
-        slow((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),  # two blocks of n
+        # two blocks of n
+        slow_interpreted((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),
         ((70,), 512, 64, dict(bits=4, group=64, format="2:4")),
         slow((300,), 512, 64, dict(bits=2, group=None)),  # three blocks of m
         slow((128,), 512, 200, dict(bits=1, group=128, symmetric=False)),
@@ -85,7 +87,7 @@ def test_blocks_split_k_and_add_bias():
     check((2,), 2048, 64, bias=normal(3, (64,)))
 
 
-@pytest.mark.parametrize(("m", "rows"), [(141, 192), slow(200, 256), slow(67, 128)])
+@pytest.mark.parametrize(("m", "rows"), [(141, 192), slow_interpreted(200, 256), slow(67, 128)])
 def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows):
     monkeypatch.setattr(gemm, "_SMS", 1)
     x, weight = normal(0, (m, 1152), jnp.bfloat16), quantize(normal(1, (1152, 76)))
@@ -131,7 +133,7 @@ def test_x_has_fewer_columns_than_a_step_of_the_weight(rows, k, options):
     check((rows,), k, 72, group=None, **options)
 
 
-@pytest.mark.parametrize("rows", [1, 3, slow(67)])
+@pytest.mark.parametrize("rows", [1, 3, slow_interpreted(67)])
 def test_the_result_has_the_dtype_that_is_asked_for(rows):
     check((rows,), 256, 64, bias=normal(3, (64,)), wide=True)
     x, weight = normal(0, (rows, 256), jnp.bfloat16), quantize(normal(1, (256, 64)))

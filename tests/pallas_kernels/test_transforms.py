@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow
+from cases import slow, slow_interpreted
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_checks import NO_KERNEL, ON_GPU, kernels_run_here, normal
@@ -57,7 +57,7 @@ expected_of = functools.cache(functools.partial(results, implementation="xla", l
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [slow(name, False) if name in ALIKE else (name, False) for name in CASES]
+    [slow_interpreted(name, False) if name in ALIKE else (name, False) for name in CASES]
     + [slow(name, True) for name in IN_LOOPS],
     ids=[f"{name}-vmap" for name in CASES] + [f"{name}-map" for name in IN_LOOPS],
 )
