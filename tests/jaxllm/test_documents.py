@@ -133,7 +133,7 @@ def trainer_of(name, data, **train):
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), "vlstm"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_a_packed_step_equals_a_step_on_separate_documents(name, data):
     packed = trainer_of(name, data, grad_accum=2)
     batch = batches_of(data, 1)[0]

@@ -45,6 +45,7 @@ def test_unencodable_characters_are_escaped():
     assert done.stdout == b"\xfc \\udcff\n"
 
 
+@pytest.mark.slow
 def test_a_run_ends_well_without_a_screen(tiny, tmp_path):
     out_dir = tmp_path / "ü"
     words = command(tiny, out_dir, "--train.steps", "4", "--sample.prompt", "ü")

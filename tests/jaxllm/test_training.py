@@ -96,6 +96,7 @@ def test_only_the_matrices_of_the_blocks_have_copies(model):
     assert not any(make(model.model_copy(update=FP32)).copied)
 
 
+@pytest.mark.slow  # test_remat.py compares the gradients
 def test_remat_choices_train_alike():
     losses = []
     for remat in ("none", "dots", "block"):

@@ -20,7 +20,8 @@ SETTINGS = {
 # The others concern how a program runs.
 OF_TRACING = ["jax_enable_x64", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion"]
 # Without jit each operation is compiled by itself, which takes half of the tests' time.
-CASES_OF_SETTINGS = [slow((name,)) if name == "jax_disable_jit" else (name,) for name in SETTINGS]
+LONG = "jax_disable_jit", "jax_check_tracer_leaks"
+CASES_OF_SETTINGS = [slow((name,)) if name in LONG else (name,) for name in SETTINGS]
 
 
 @pytest.fixture

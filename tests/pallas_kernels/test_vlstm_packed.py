@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vlstm_twins
-from cases import slow
+from cases import slow, slow_interpreted
 from kernel_checks import ON_GPU, names_in, normal
 from vlstm_twins import assert_same_bits, with_gradients
 
@@ -61,12 +61,16 @@ def assert_equal_to_parts(shape, options):
     assert_same_bits(on_one, on_parts, arrays, dh, dqk=dqk, **options)
 
 
-@pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
+@pytest.mark.parametrize(
+    ("shape", "options"), [slow_interpreted(*SMALL[0]), *SMALL[1:], *LARGE * ON_GPU]
+)
 def test_it_is_vlstm_of_its_parts(shape, options, op_by_op):
     assert_equal_to_parts(shape, options)
 
 
-@pytest.mark.parametrize(("shape", "options"), [SMALL[0], *(slow(*x) for x in LARGE * ON_GPU)])
+@pytest.mark.parametrize(
+    ("shape", "options"), [slow_interpreted(*SMALL[0]), *(slow(*x) for x in LARGE * ON_GPU)]
+)
 def test_its_general_form_is_that_of_its_parts(shape, options, op_by_op, general_kernels):
     assert_equal_to_parts(shape, options)
 
