@@ -205,7 +205,7 @@ def forward(q, k, v, segments=None, *, call: Call):
 
 
 def decode_body(b, weigh, o_ref, lse_ref):
-    """The kernel of decode.py: b is one of its blocks, of tiles b.low ... b.high - 1."""
+    """The kernel of decode_kernels.py: b is one of its blocks, of tiles b.low ... b.high - 1."""
     smem, rows = b.smem, b.smem.q.shape[0]
 
     def load(name, tile):  # past S it is filled with zeros

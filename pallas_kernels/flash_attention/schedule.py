@@ -3,8 +3,6 @@
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
 past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
 block should wait for the busiest one, and a block should know its next item early.
-
-The last section is about decode_attention, whose blocks share the keys of a row.
 """
 
 import functools
@@ -284,63 +282,3 @@ def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
     """
     low, high = visits.seen(first_rows, first_rows + block, 0, visits.tiles)
     return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())
-
-
-# ---- decode_attention: blocks share the keys of a row ------------------------------------------
-
-FP8 = jnp.float8_e4m3fn
-KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
-_STAGES = 4  # tiles of K and of V in flight, at most
-_SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
-_START = 2  # tiles that would take as long as a block takes to start, and its part to merge
-_WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
-_LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
-_MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
-
-
-class DecodePlan(NamedTuple):
-    """What is static in a call of the kernel; see the picture in decode.py."""
-
-    t: int
-    keys: int  # S
-    group: int  # query heads of a kv head
-    width: int  # D
-    dtype: Any  # of the matmuls
-    fp8: bool
-    scale: float
-    window: int | None
-    softcap: float | None
-    stages: int
-    splits: int
-    appends: bool  # the newest position is not in the cache yet
-
-    @property
-    def rows(self) -> int:
-        """Queries of a kv head, at most 64."""
-        return self.t * self.group
-
-
-def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
-    """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
-
-    blocks: of one wave.
-    """
-    if tiles <= _WHOLE:
-        return 1
-    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + _START)
-    return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
-
-
-def decode_plan(q, k, scale, window, softcap, appends=False) -> DecodePlan:
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    fp8, tile = k.dtype == FP8, KEYS * d * k.dtype.itemsize
-    others = ROWS * d * (2 + 4) + (2 * KEYS * d * 2 if fp8 else 0)  # q and o; wide
-    per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
-    stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
-    seen = s if window is None else min(s, window + t - 1)
-    tiles = mosaic.cdiv(seen, KEYS)
-    least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
-    # One block on each SM takes all that memory gives; a second one hides float8's conversion.
-    splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
-    group = h // kv
-    return DecodePlan(t, s, group, d, q.dtype, fp8, scale, window, softcap, stages, splits, appends)

@@ -10,8 +10,8 @@ from jax.test_util import check_grads
 from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels import RopeScaling, attention, decode_attention, rope
-from pallas_kernels.flash_attention import schedule
-from pallas_kernels.flash_attention.schedule import splits_of
+from pallas_kernels.flash_attention import decode_kernels
+from pallas_kernels.flash_attention.decode_kernels import splits_of
 
 KERNELS = ("decode_attention",)
 decode_attention_reference = functools.partial(decode_attention, implementation="xla")
@@ -37,10 +37,10 @@ def arrays(b, t, h, kv, s, d, lengths, dtype=BF16, cache=None):
 )
 def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, one_block, options):
     if one_block:
-        monkeypatch.setattr(schedule, "_LEAST_SPLITS", 1)
-        monkeypatch.setattr(schedule, "_MOST_SPLITS", 1)
+        monkeypatch.setattr(decode_kernels, "_LEAST_SPLITS", 1)
+        monkeypatch.setattr(decode_kernels, "_MOST_SPLITS", 1)
     else:
-        monkeypatch.setattr(schedule, "_WHOLE", 0)
+        monkeypatch.setattr(decode_kernels, "_WHOLE", 0)
     scales = {n: x for n, x in options.items() if n.endswith("_scale")}
     for i, (name, x) in enumerate(scales.items()):
         options = options | {name: x * jnp.exp(normal(3 + i, (shape[0], shape[3])))}
@@ -71,7 +71,7 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
 def test_the_newest_position_is_attended_to_and_written(
     monkeypatch, shape, lengths, cache, one_block, options
 ):
-    monkeypatch.setattr(schedule, "_WHOLE", 4 if one_block else 0)
+    monkeypatch.setattr(decode_kernels, "_WHOLE", 4 if one_block else 0)
     b, _, _, kv, _, d = shape
     new = tuple(normal(i, (b, 1, kv, d), BF16) for i in (5, 6))
     appends = lambda op: lambda *a, **o: op(*a[:4], new=a[4], **o)
@@ -100,7 +100,7 @@ def test_the_newest_position_is_attended_to_and_written(
     ],
 )
 def test_the_general_form_matches_float64(monkeypatch, shape, lengths, dtype, options):
-    monkeypatch.setattr(schedule, "_WHOLE", 0 if shape[1] == 1 else 4)
+    monkeypatch.setattr(decode_kernels, "_WHOLE", 0 if shape[1] == 1 else 4)
     check_op(
         decode_attention,
         decode_attention_reference,
