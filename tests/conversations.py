@@ -6,6 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.config import DataConfig
+from jaxllm.data import open_dataset
+
 FOLDER = Path(__file__).parent / "fixtures" / "text"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics') }}"
@@ -14,6 +17,7 @@ TEMPLATE = (
     "<|start_header_id|>assistant<|end_header_id|>{% endif %}"
 )
 FORGETS = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.revindex < 3 else 'so' }}")
+T = 48  # tokens of a row
 WORDS = "cat dog fox sat ran the quick brown lazy".split()
 
 
@@ -43,3 +47,23 @@ def talks(count, seed=0):
     words = lambda: " ".join(rng.choice(WORDS, rng.integers(1, 7)))
     turns = lambda: pair(words(), words())
     return [{"messages": sum((turns() for _ in range(n)), [])} for n in rng.integers(1, 4, count)]
+
+
+def settings(folder):
+    """Of data: 40 conversations in `folder`, and a tokenizer with a chat template."""
+    with_template(folder / "model", TEMPLATE)
+    write(folder / "a.jsonl", talks(40))
+    return dict(
+        source="chat",
+        path=str(folder / "a.jsonl"),
+        tokenizer=str(folder / "model"),
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def opened(config, seq_len=T, **changes):
+    return open_dataset(DataConfig(**config | changes), seq_len=seq_len, seed=3, vocab_size=None)
+
+
+def rows_of(data):
+    return [data.train[i] for i in range(len(data.train))]
