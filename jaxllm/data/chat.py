@@ -114,9 +114,11 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
 
     def show(count: int, answer: bool = False) -> tuple[str, list]:
         options = dict(tools=tools, answer=answer, strftime_now=_DATE.strftime)
-        more = values.get("chat_template_kwargs")
+        whole, more = count == len(messages), values.get("chat_template_kwargs")
         try:
-            return tokenizer.rendered(messages[:count], chat_template_kwargs=more, **options)
+            return tokenizer.rendered(
+                messages[:count], whole=whole, chat_template_kwargs=more, **options
+            )
         except InputError as error:
             raise Refused(" ".join(str(error).split())) from error
 

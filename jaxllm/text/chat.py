@@ -59,9 +59,9 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def render(
-    template: str, messages: list[dict[str, Any]], variables: dict[str, Any]
+    template: str, messages: list[dict[str, Any]], variables: dict[str, Any], whole=True
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and the spans in it that the assistant says.
+    """The text of a conversation, and the spans in it that the assistant says; whole: see rendered.
 
     Raises InputError with what the template complains about.
     """
@@ -85,7 +85,7 @@ def render(
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     lost = []
     for i, message in enumerate(messages):
-        if message.get("tool_calls"):
+        if whole and message.get("tool_calls"):
             other = [*messages[:i], message | {"tool_calls": []}, *messages[i + 1 :]]
             with contextlib.suppress(Exception):  # the template needs the calls
                 lost += [str(i + 1)] * (shown(other) == marked)

@@ -225,18 +225,20 @@ class Tokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         answer: bool = True,
+        whole: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         **variables: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation by the chat template, and its spans of {% generation %}.
 
         answer: whether the assistant's next message follows (add_generation_prompt).
+        whole: whether no messages follow.  Only then each message's tool_calls are looked for.
         variables, chat_template_kwargs: for the template, such as date_string.
         """
         if not isinstance(more := chat_template_kwargs or {}, dict):
             raise InputError(f"chat_template_kwargs={more!r:.50} must be an object with keys")
         options = self.chat_names | more | {"add_generation_prompt": answer, "tools": tools}
-        return render(self.chat_template(tools), messages, options | variables)
+        return render(self.chat_template(tools), messages, options | variables, whole)
 
     def chat_template(self, tools: list[dict[str, Any]] | None = None) -> str:
         """The template of a conversation with or without tools; raises InputError without one."""

@@ -89,6 +89,10 @@ class RunWeights:
 
     def _check(self) -> None:
         page = self.about = self._restore(ocp.args.JsonRestore(), "about")
+        try:
+            checksums.check_digest(page)
+        except ValueError as e:
+            raise self._damaged(str(e)) from e
         self._checksums = page.get("checksums", {})
         kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
@@ -101,10 +105,7 @@ class RunWeights:
 
     def _restore(self, args: Any, item: str = "state") -> Any:
         try:
-            found = self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
-            if item == "about":
-                checksums.check_digest(found)
-            return found
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as e:
             if out_of_memory(e):
                 raise
