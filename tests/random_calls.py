@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,9 @@ class Call:
     options: dict[str, Any]
     implementation: str | None = "mosaic"
     x64: bool = False  # under jax.enable_x64
+    strict: bool = False  # JAX may promote neither dtypes nor ranks
+    general: bool = False  # under JAXLLM_KERNELS=general
+    inside: Literal["vmap", "map", "checkpoint"] | None = None  # of JAX
 
     def make(self) -> dict[str, Any]:
         """NumPy arrays, and a QuantizedWeight where there is one."""
@@ -79,7 +82,7 @@ def _floats(change: Callable) -> Callable:
 
 def _some(x, rng, *values):
     """x with each of these values in about one place of 20, at least one."""
-    x = x.reshape(-1)
+    x = np.reshape(x, -1)
     for value in values:
         if x.size:
             x[rng.integers(x.size, size=1 + x.size // 20)] = value
@@ -90,7 +93,8 @@ def _ids(rng, shape, dtype, low, high, *special):
     """Integers in [low, high), as far as the dtype holds them, and some of the special ones."""
     info = np.iinfo(dtype)
     first, last = max(low, info.min), min(high, info.max + 1) - 1
-    ids = rng.integers(first, max(first, last), size=shape, endpoint=True).astype(object)
+    ids = rng.integers(first, max(first, last), size=shape, endpoint=True)
+    ids = np.asarray(ids, object)
     held = [value for value in special if info.min <= value <= info.max]
     return _some(ids, rng, *held).reshape(shape).astype(dtype)
 
@@ -155,9 +159,19 @@ class Draw:
         around = (tile - 1, tile, tile + 1, 2 * tile, tile + prime)
         return self.one(1, prime, prime, *around)
 
+    def large(self, *sizes: int, share: float = 0.12) -> int:
+        """Seldom one of these sizes, at which a kernel's loops turn often; otherwise 0."""
+        return self.one(*sizes) if self.odds(share) else 0
+
+    def batch(self, *sizes: int) -> int:
+        return 0 if self.odds(0.02) else self.one(*sizes)
+
     def rows(self, *tiles: int) -> tuple[int, ...]:
-        """One or two leading axes."""
-        return self.one((self.size(*tiles),), (self.one(1, 2, 3), self.size(*tiles)))
+        """One or two leading axes, seldom none, or three."""
+        n = self.size(*tiles)
+        if self.odds(0.06):
+            return self.one((), (2, n, 2), (0, n))
+        return self.one((n,), (self.one(1, 2, 3), n))
 
     def floats(self, *shape: int, huge: float = 1e4, special=(), dtype=None) -> A:
         """The array of an op whose values are extreme at times.

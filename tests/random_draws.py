@@ -13,10 +13,11 @@ from pallas_kernels import Packed, RopeScaling
 
 
 def encoder(r: Draw):
-    v, c, t = r.size(5, 64, zero=0), r.size(64, 128), r.size(8, 33)
+    v, c, t = r.size(5, 64, zero=0), r.large(1280, 1600, 4096) or r.size(64, 128), r.size(8, 33)
+    t = t if c > 200 else r.large(1000, 4099) or t
     dtype, info = r.weight_dtype(), np.iinfo(kind := r.integers())
     special = (-1, v, info.min, info.max) if r.x64 or info.bits < 64 else (-1, v)
-    tokens = A((r.one(1, 2, 3, 9), t), kind, "ids", (0, v, *(special if r.odds(0.4) else ())))
+    tokens = A((r.batch(1, 2, 3, 9), t), kind, "ids", (0, v, *(special if r.odds(0.4) else ())))
     wpe = r.maybe(A((t + r.one(0, 1, 5), c), r.one(dtype, "float32")))
     options = dict(dtype=r.maybe(r.dtype))
     return dict(tokens=tokens, wte=A((v, c), dtype), wpe=wpe), options
@@ -24,43 +25,51 @@ def encoder(r: Draw):
 
 def _norm(r: Draw):
     c = r.size(64, 128, 256, *r.one((), (), (1024,), (2048, 4096)))
-    heads = r.one((), (), (3,))
-    x = r.floats(*r.rows(4, 8, 33), *heads, c, huge=1e16, special=(math.inf, math.nan))
-    kind = r.weight_dtype()
-    weight = lambda share: r.maybe(A((*heads, c), kind, "normal", (0.2, 1.0)), share)
-    return x, weight, dict(eps=r.one(1e-5, 1e-6, 1e-3))
+    c = r.large(192, 320, 768, 1280, 1600, 3072, 5120, share=0.3) or c
+    heads, rows = r.one((), (), (3,)), r.rows(4, 8, 33)
+    if many := c <= 320 and r.large(1999, 4100):  # rows, for blocks that take several tiles
+        rows = (many,)
+    x = r.floats(*rows, *heads, c, huge=1e16, special=(math.inf, math.nan))
+    values = r.one((0.2, 1.0), (0.2, 1.0), (1.0, 0.0))
+    weight = lambda share: r.maybe(A((*heads, c), r.weight_dtype(), "normal", values), share)
+    return x, weight, dict(eps=r.one(1e-5, 1e-6, 1e-3, 1.0))
 
 
-def norm(r: Draw):
+def norm(r: Draw, centered: bool = False):
     x, weight, options = _norm(r)
     arrays = dict(x=x, weight=weight(0.7))
     if r.odds(0.5):
         residual = A(x.shape, r.one(x.dtype, x.dtype, "float32"))
         arrays |= dict(residual=residual, x_bias=weight(0.5))
-    return arrays, options
+    elif centered and r.odds(0.5):
+        gate = A(x.shape, r.one(x.dtype, x.dtype, "float32"), "normal", (r.one(1.0, 10.0),))
+        return arrays | dict(gate=gate), options
+    return arrays | (dict(bias=weight(0.5)) if centered else {}), options
 
 
 def layer_norm(r: Draw):
-    arrays, options = norm(r)
-    x, weight = arrays["x"], arrays["weight"]
-    if "residual" not in arrays and r.odds(0.5):
-        gate = A(x.shape, r.one(x.dtype, x.dtype, "float32"), "normal", (r.one(1.0, 10.0),))
-        return arrays | dict(gate=gate), options
-    return arrays | dict(bias=None if weight is None or r.odds(0.5) else weight), options
+    return norm(r, centered=True)
 
 
 def rope(r: Draw):
-    (h, k), b, t = r.heads(), r.one(1, 2, 3), r.size(16, 32, 128)
-    d = 2 * r.one(1, 3, 4, 16, 20, 32, 48, 64)
+    (h, k), b, t = r.heads(), r.batch(1, 2, 3), r.size(16, 32, 128)
+    d = 2 * r.one(1, 3, 4, 16, 20, 32, 48, 64, 128)
     q, key = A((b, t, h, d), r.dtype), A((b, t, k, d), r.one(r.dtype, r.dtype, "float32"))
     kind = r.integers()
-    positions = A(r.one((t,), (b, t)), kind, "ids", (0, r.one(t + 1, 2**15, 2**24)))
-    scaling = r.maybe(RopeScaling(r.one(8.0, 32.0)), 0.3)
-    theta = r.one(10000.0, 500000.0, 100.0)
+    positions = A(
+        r.one((t,), (b, t)), kind, "ids", (r.one(0, 0, -t, -(2**24)), r.one(t + 1, 2**15, 2**24))
+    )
+    theta = r.one(10000.0, 500000.0, 100.0, 1.0)
+    scaling = r.maybe(_scaling(r), 0.3)
     options = dict(theta=theta, scaling=scaling, layout=r.one("half", "half", "interleaved"))
     if r.odds(0.3):
         q, key = _packed(q, key, key), None
     return dict(q=q, k=key, positions=positions), options
+
+
+def _scaling(r: Draw) -> RopeScaling:
+    low, high = r.one((1.0, 4.0), (1.0, 4.0), (0.5, 32.0))
+    return RopeScaling(r.one(8.0, 32.0, 1.0), low, high, r.one(8192, 8192, 64))
 
 
 def _packed(*parts: A) -> Packed:
@@ -71,9 +80,10 @@ def _packed(*parts: A) -> Packed:
 
 
 def _attention(r: Draw, t: int, s: int):
-    window = r.maybe(r.one(1, 2, 7, 64, s, s + 1, 1000), 0.3)
-    softcap = r.maybe(r.one(2.0, 30.0, 100.0), 0.25)
-    return dict(window=window, softcap=softcap, scale=r.maybe(r.one(0.3, 1.0, 0.01), 0.3))
+    window = r.maybe(r.one(1, 2, 7, 63, 64, 65, 127, 128, 200, max(s, 1), s + 1, 1000), 0.3)
+    softcap = r.maybe(r.one(2.0, 30.0, 100.0, 1000.0), 0.25)
+    scale = r.maybe(r.one(0.3, 0.3, 1.0, 0.01, 0.01, 0.0, -0.5), 0.3)
+    return dict(window=window, softcap=softcap, scale=scale)
 
 
 def _head_width(r: Draw) -> int:
@@ -81,25 +91,41 @@ def _head_width(r: Draw) -> int:
     return r.one(64, 64, 128, 96, 16, 32, 40, 80, *rare)
 
 
+def _many(r: Draw) -> tuple[int, int, int]:
+    """Batch, query and kv heads: more than an H100 has processors, so blocks take several."""
+    h, k = r.heads(most=3)
+    return 140 // k, h, k
+
+
 def attention(r: Draw):
     r.dtype = r.one(*HALVES)
-    (h, k), b, d = r.heads(), r.one(1, 1, 2), _head_width(r)
+    (h, k), b, d = r.heads(), r.batch(1, 1, 2), _head_width(r)
     t, causal = r.size(64, 64, 128, 192), r.odds(0.7)
     s = t if r.odds(0.6) else t + r.size(64) if causal else r.size(64, 128)
+    if r.odds(0.06):
+        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 130)
+        s = t + r.one(0, 0, 100)
+    elif length := r.large(650, 1100, 2050):
+        (h, k), b, few = r.heads(most=2), 1, r.one(1, 40, 65, 130)
+        t, s = r.one((few, length), (few, length), (length, few), (650, 650))
+        causal = causal and t <= s
     options = _attention(r, t, s) | dict(causal=causal, return_lse=r.odds(0.3))
     options["window"] = options["window"] if causal else None
     segments = r.segments(b, s)
     if t > s or r.odds(0.3):
         segments = (dataclasses.replace(segments, shape=(b, t)), segments)
     q = A((b, t, h, d), r.dtype, "normal", (r.one(1.0, 1.0, 10.0),))
-    keys = dict(k=A((b, s, k, d), r.dtype), v=r.floats(b, s, k, d, huge=1e3))
+    kind = "normal" if r.odds(0.9) else "rows of zeros"
+    keys = dict(k=A((b, s, k, d), r.dtype, kind), v=r.floats(b, s, k, d, huge=1e3))
     return dict(q=q, **keys, segment_ids=segments if r.odds(0.4) else None), options
 
 
 def attention_packed(r: Draw):
     r.dtype = r.one(*HALVES)
-    (h, k), b, d = r.heads(), r.one(1, 1, 2), _head_width(r)
+    (h, k), b, d = r.heads(), r.batch(1, 1, 2), _head_width(r)
     t = r.one(r.size(64, 128), 8 * r.one(1, 3, 8, 9, 16, 17))
+    if r.odds(0.1):
+        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 130)
     of = lambda heads: A((b, t, heads, d), r.dtype)
     options = _attention(r, t, t) | dict(return_lse=r.odds(0.3))
     segments = r.segments(b, t) if r.odds(0.4) else None
@@ -108,27 +134,34 @@ def attention_packed(r: Draw):
 
 def decode_attention(r: Draw):
     r.dtype = r.one(*HALVES)
-    (h, k), b = r.heads(), r.one(1, 2, 5)
-    float8, t = r.odds(0.3), r.one(1, 1, 1, 2, 5)
-    d = r.one(32, 64, 128, 96) if float8 else r.one(16, 64, 80, 128, 160, 192, 256)
+    (h, k), b = r.heads(), r.batch(1, 2, 5)
+    float8, t = r.odds(0.3), r.one(1, 1, 1, 2, 5, 8)
+    d = r.one(32, 64, 128, 96) if float8 else r.one(16, 48, 64, 80, 112, 128, 160, 192, 224, 256)
     s = r.one(8 * r.one(1, 2, 5, 9, 17, 33), r.size(64, zero=0))
+    s = r.large(520, 1032, 2056, 4104, share=0.3) or s  # several blocks share a row
     t, new = min(t, s), t == 1 and r.odds(0.5)
-    lengths = A((b,), r.integers(), "ids", (0, s + 1, t, s))
+    lengths, turned = (0, s + 1, t, s), new and r.odds(0.5)
+    if not turned:  # RoPE would take the length for a position
+        lengths += (-1, -(2**31), 2**31 - 1)
+    lengths = A((b,), r.integers(), "ids", lengths)
     cache = lambda: (
         A((b, s, k, d), "float8_e4m3fn", "float8") if float8 else A((b, s, k, d), r.dtype)
     )
-    scales = lambda: r.maybe(A((b, k), "float32", "normal", (0.001, 0.02))) if float8 else None
+    scaled, about = float8 or r.odds(0.2), (0.001, 0.02) if float8 else (0.1, r.one(1.0, -1.0))
+    scales = lambda: r.maybe(A((b, k), "float32", "normal", about)) if scaled else None
     key = A((b, 1, k, d), r.dtype)
     arrays = dict(q=A((b, t, h, d), r.dtype), k=cache(), v=cache(), lengths=lengths)
     arrays |= dict(new=(key, key) if new else None, k_scale=scales(), v_scale=scales())
-    options = _attention(r, t, s) | dict(theta=r.maybe(10000.0) if new else None)
-    return arrays, options
+    if turned:
+        turned = dict(theta=r.one(10000.0, 500000.0), scaling=r.maybe(_scaling(r), 0.3))
+    return arrays, _attention(r, t, s) | (turned or {})
 
 
 def swiglu(r: Draw):
     shape = (*r.rows(4, 64), r.size(64, 128, 1000))
     gate = r.floats(*shape, huge=1e12, special=(math.inf, math.nan))
-    return dict(gate=gate, up=A(shape, r.one(r.dtype, r.dtype, "float32"))), {}
+    up = r.floats(*shape, huge=1e12, dtype=r.one(r.dtype, r.dtype, "float32"))
+    return dict(gate=gate, up=up), {}
 
 
 def gelu(r: Draw):
@@ -173,13 +206,19 @@ def _labels(r: Draw, shape, v: int, wrong: float = 0.1) -> tuple[A, dict]:
 
 def cross_entropy(r: Draw):
     rows, v = r.rows(4, 41), r.one(256, 257, r.size(128, 1024, zero=0))
+    if wide := r.large(
+        12416, 25088, 28800, 57472, share=0.3
+    ):  # around what a kernel's tiles divide
+        rows, v = r.one((1,), (3,), (2, 21)), wide
     labels, options = _labels(r, rows, v)
-    logits = r.floats(*rows, v, huge=1e4, special=(-math.inf,))
+    logits = r.floats(*rows, v, huge=1e4, special=(-math.inf, math.inf, math.nan))
     return dict(logits=logits, labels=labels), options
 
 
 def linear_cross_entropy(r: Draw):
     rows, v, c = r.rows(64), r.one(256, 300, r.size(128, zero=0)), r.size(64)
+    if wide := r.large(12416, 25000, 57472, share=0.2):
+        v, c = wide, r.one(1, 16, 64)
     if fp8 := r.odds(0.3):
         rows, c = r.one((64,), (2, 64)), r.one(64, 128)
     # In XLA's form one NaN makes the scale of all fp8 gradients NaN, in the kernel's its row alone.
@@ -188,23 +227,25 @@ def linear_cross_entropy(r: Draw):
     shape = (c, v) if transposed else (v, c)
     weight = A(shape, r.weight_dtype(), "normal", (r.one(0.1, 0.1, 1.0),))
     options |= dict(transposed=transposed, fp8=fp8, softcap=r.maybe(r.one(5.0, 30.0), 0.3))
-    options |= dict(reduction=r.one("mean", "sum"), scale=r.one(1.0, 0.5, 1 / 3))
-    options |= dict(chunk=r.maybe(r.one(1, 7, 64, 100)))
-    return dict(x=A((*rows, c), r.dtype), weight=weight, labels=labels), options
+    options |= dict(reduction=r.one("mean", "sum"), chunk=r.maybe(r.one(1, 7, 64, 100)))
+    scale = A((), "float32", "all", (r.one(1.0, 0.5, 1 / 3, -2.0, 0.0),))
+    return dict(x=A((*rows, c), r.dtype), weight=weight, labels=labels, scale=scale), options
 
 
 def _cell(r: Draw):
     r.dtype = r.one(*HALVES, *HALVES, "float32")
-    b, heads, t = r.one(1, 1, 2), r.one(1, 2, 3), r.size(64, 64, 128)
+    b, heads, t = r.batch(1, 1, 2), r.one(1, 2, 3), r.size(64, 64, 128)
     widths = r.one(
         (64, 64), (64, 128), (128, 128), (16, 16), (16, 48), (80, 32), (5, 7), (256, 512)
     )
+    if length := r.large(700, 1601):  # from 24 chunks on they are split
+        b, heads, t, widths = 1, 1, length, r.one((64, 64), (64, 128), (16, 48))
     i = r.one(A((b, t, heads), "float32", "normal", (r.one(1.0, 5.0),)),
               A((b, t, heads), "float32", "normal", (1.0, -10.0)),
               A((b, t, heads), "float32", "some", (-math.inf,)),
               A((b, t, heads), "float32", "some", (100.0,)))  # fmt: skip
     i = dataclasses.replace(i, dtype=r.one("float32", "float32", r.dtype))
-    f = A((b, t, heads), i.dtype, "normal", r.one((1.0, 3.0), (1.0, 0.0), (10.0, 0.0)))
+    f = A((b, t, heads), i.dtype, "normal", r.one((1.0, 3.0), (1.0, 0.0), (10.0, 0.0), (0.0, 30.0)))
     options = dict(gate=r.one("exp", "exp", "sigmoid"), normalize=True)
     if i.values == "normal" and i.more[0] == 1:  # else e^i without a denominator overflows
         options["normalize"] = r.odds(0.7)
@@ -231,8 +272,11 @@ def vlstm_packed(r: Draw, gated: bool = False):
     b, heads, t, (dqk, dv), i, f, options = _cell(r)
     q = _packed(*(A((b, t, heads, d), r.dtype) for d in (dqk, dqk, dv, dv)[: 3 + gated]))
     weight = A((heads, dv), r.weight_dtype(), "normal", (0.2, 1.0)) if gated else None
-    segments = r.maybe(r.segments(b, t), 0.3)
-    return dict(q=q, k=None, v=None, i=i, f=f, norm_weight=weight, segment_ids=segments), options
+    state = r.maybe(_state(r, b, heads, dqk, dv), 0.2)
+    options |= dict(return_state=r.odds(0.2) and i.values == "normal")
+    options |= dict(norm_eps=r.maybe(r.one(1e-5, 1e-3))) if gated else {}
+    arrays = dict(q=q, k=None, v=None, i=i, f=f, norm_weight=weight, initial_state=state)
+    return arrays | dict(segment_ids=r.maybe(r.segments(b, t), 0.3)), options
 
 
 def vlstm_gated(r: Draw):
@@ -266,6 +310,12 @@ def quantized_linear(r: Draw):
     r.dtype = r.one("bfloat16", "bfloat16", "bfloat16", r.dtype)
     k = r.one(32, 64, 64, 128, 192, 320, 512, 4 * r.size(8, 16, zero=0))
     n, rows = r.size(16, 64, 72, zero=0), r.one((1,), r.rows(8), r.rows(64))
+    if deep := r.large(1024, 2048, 4160, 8192, share=0.2):
+        k = deep
+    elif wide := r.large(1000, 2200):
+        k, n = r.one(64, 256), wide
+    elif many := r.large(300, 520):
+        rows = (many,)
     weight = _quantized_weight(r, k, n, plain=r.odds(0.06))
     options = dict(dtype=r.maybe("float32", 0.3))
     bias = r.maybe(A((n,), r.weight_dtype()), 0.4)
@@ -273,10 +323,11 @@ def quantized_linear(r: Draw):
 
 
 def row_linear(r: Draw):
-    k = r.one(256, 512, 768, 1024, r.size(256, zero=0))
+    k, wide = r.one(256, 512, 768, 1024, r.size(256, zero=0)), r.large(600, 2800)
+    k = k if wide else r.large(2048, 4096, 8192, 8448, share=0.3) or k
     activation, packed = r.maybe(r.one("gelu", "swiglu")), r.odds(0.3)
     r.dtype = "bfloat16" if packed else r.dtype
-    widths = [4 * r.one(1, 2, 3, 16, 17) for _ in range(r.one(1, 1, 2, 3))]
+    widths = [wide or 4 * r.one(1, 2, 3, 16, 17) for _ in range(r.one(1, 1, 2, 3))]
     widths = [widths[0]] * 2 if activation == "swiglu" else widths
     kind, like = r.weight_dtype(), _quantized_weight(r, k - k % 4 or 4, 4)
     k = like.shape[0] if packed else k
@@ -350,6 +401,7 @@ DRAWS = {
     "row_linear": (row_linear,),
     "fp8_linear": (fp8_linear,),
 }
+GENERAL = ("attention", "decode_attention", "vlstm")  # ops with a form of its own for other GPUs
 # Ops with more forms than others have more calls.
 ORDER = (*DRAWS, "attention", "vlstm", "vlstm", "mlp", "quantized_linear", "layer_norm")
 
@@ -361,4 +413,7 @@ def draw(seed: int, number: int) -> Call:
     arrays, options = r.one(*DRAWS[op])(r)
     options = {name: value for name, value in options.items() if value is not None}
     implementation = "mosaic" if r.odds(0.8) else None
-    return Call(op, (seed, number), arrays, options, implementation, r.x64)
+    general = op in GENERAL and r.odds(0.2)
+    inside = r.maybe(r.one("vmap", "map", "checkpoint"), 0.2)
+    settings = (r.x64, r.odds(1 / 12), general, inside)
+    return Call(op, (seed, number), arrays, options, implementation, *settings)

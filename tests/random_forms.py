@@ -12,7 +12,7 @@ import pallas_kernels
 from pallas_kernels import Packed
 
 NO_GRADIENT = ("decode_attention", "vlstm_step", "row_linear")
-CONSTANTS = ("row_norm", "weight of quantized_linear")
+CONSTANTS = ("row_norm", "weight of quantized_linear", "scale of linear_cross_entropy")
 
 
 def form_of(call: Call, implementation: str | None, wide: bool = False):
@@ -32,7 +32,39 @@ def form_of(call: Call, implementation: str | None, wide: bool = False):
         y = y.array if isinstance(y, Packed) else y
         return jax.tree.map(lambda x: x.astype(jnp.float32) if "float8" in str(x.dtype) else x, y)
 
-    return run
+    return _inside(call.inside, run)
+
+
+def _inside(what: str | None, run):
+    """run inside a vmap, a loop or a checkpoint of JAX, with the results of run by itself.
+
+    The loop and the vmap have two members.  In the other one floats are half as large; its results
+    are dropped, so that its cotangents are zeros.
+    """
+    if what is None:
+        return run
+    if what == "checkpoint":
+        return jax.checkpoint(run)
+
+    def both(**arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+        of_one = lambda *leaves: run(**jax.tree.unflatten(tree, leaves))
+        axes = [(0, -1, None)[i % 3] if what == "vmap" else 0 for i in range(len(leaves))]
+        two = [
+            x if axis is None else jnp.stack([_half(x), x], axis)
+            for x, axis in zip(leaves, axes, strict=True)
+        ]
+        if what == "vmap":
+            y = jax.vmap(of_one, in_axes=tuple(axes))(*two)
+        else:
+            y = jax.lax.map(lambda leaves: of_one(*leaves), tuple(two))
+        return jax.tree.map(lambda y: y[1], y)
+
+    return both
+
+
+def _half(x):
+    return x / 2 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 else x
 
 
 def truth_of(call: Call):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,13 @@ def results(call: Call, implementation, given: Arguments, cotangents, poison: bo
     """The leaves of two runs of one program."""
     f = given.with_gradients(form_of(call, implementation))
     runs = []
-    with jax.enable_x64(call.x64):
+    with contextlib.ExitStack() as settings:
+        settings.enter_context(jax.enable_x64(call.x64))
+        if call.strict:
+            settings.enter_context(jax.numpy_dtype_promotion("strict"))
+            settings.enter_context(jax.numpy_rank_promotion("raise"))
+        if call.general:
+            settings.enter_context(mock.patch.dict(os.environ, JAXLLM_KERNELS="general"))
         program = jax.jit(f).lower(given.leaves, cotangents).compile()
         for value in POISONS:
             if poison:

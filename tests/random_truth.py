@@ -17,12 +17,12 @@ from pallas_kernels.quantized.formats import PlainWeight, dequantize
 
 def whole(x, low: int, high: int) -> np.ndarray:
     """Integers of any dtype as int64, those outside of [low, high] at its ends."""
-    return np.clip(np.asarray(x).astype(object), low, high).astype(np.int64).reshape(x.shape)
+    return np.asarray(np.clip(np.asarray(x, object), low, high), np.int64).reshape(x.shape)
 
 
 def same(x, y) -> np.ndarray:
     """Whether integers of any dtypes are equal."""
-    return np.asarray(np.asarray(x).astype(object) == np.asarray(y).astype(object), bool)
+    return np.asarray(np.asarray(x, object) == np.asarray(y, object), bool)
 
 
 def sigmoid_of(x):
@@ -140,12 +140,12 @@ def attention(
 
 def decode_attention(
     q, k, v, lengths, new=None, k_scale=None, v_scale=None,
-    *, window=None, theta=None, scale=None, softcap=None,
+    *, window=None, theta=None, scaling=None, scale=None, softcap=None,
 ):  # fmt: skip
     t, s = q.shape[1], k.shape[1]
     lengths = whole(lengths, 0, s)
     if theta is not None:
-        q, key = (_turn(x, lengths[:, None] - 1, theta, None) for x in (q, new[0]))
+        q, key = (_turn(x, lengths[:, None] - 1, theta, scaling) for x in (q, new[0]))
         new = key, new[1]
     if new is not None:
         at = (np.arange(s) == np.maximum(lengths, 1)[:, None] - 1)[..., None, None]
@@ -190,14 +190,14 @@ def cross_entropy(logits, labels, *, vocab_size=None, ignore_index):
 
 
 def linear_cross_entropy(
-    x, weight, labels, *, vocab_size=None, ignore_index, transposed, reduction, scale,
+    x, weight, labels, scale, *, vocab_size=None, ignore_index, transposed, reduction,
     softcap=None, fp8=False, chunk=None,
 ):  # fmt: skip
     z = x @ (weight if transposed else weight.T)
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     loss, ignored = _losses(z, labels, vocab_size, ignore_index)
     count = max(1, ignored.size - ignored.sum()) if reduction == "mean" else 1
-    return loss.sum() / count * np.float64(np.float32(scale))
+    return loss.sum() / count * jnp.asarray(scale, jnp.float32).astype(jnp.float64)
 
 
 def vlstm_step(q, k, v, i, f, state, *, gate, normalize):
@@ -223,7 +223,7 @@ def true_state(state):
 
 def vlstm(
     q, k=None, v=None, i=None, f=None, segment_ids=None, initial_state=None, norm_weight=None,
-    *, gate, normalize, return_state=False, chunk_size=None,
+    *, gate, normalize, return_state=False, chunk_size=None, norm_eps=1e-6,
 ):  # fmt: skip
     q, k, v, *o = _parts(q) if isinstance(q, Packed) else (q, k, v)
     (b, t, heads, dqk), dv = q.shape, v.shape[-1]
@@ -243,7 +243,7 @@ def vlstm(
     along = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, jnp.asarray(start))]
     state, h = jax.lax.scan(position, state, along)
     h = jnp.moveaxis(h, 0, 1)
-    h = h if norm_weight is None else layer_norm(h, norm_weight, gate=o[0], eps=1e-6)
+    h = h if norm_weight is None else layer_norm(h, norm_weight, gate=o[0], eps=norm_eps)
     return (h, state) if return_state else h
 
 
