@@ -80,10 +80,10 @@ def _packed(*parts: A) -> Packed:
 
 
 def _attention(r: Draw, t: int, s: int):
-    window = r.maybe(r.one(1, 2, 7, 63, 64, 65, 127, 128, 200, max(s, 1), s + 1, 1000), 0.3)
+    window = r.one(1, 1, 2, 64, r.one(7, 63, 65, 127, 128, 200), max(s, 1), s + 1, 1000)
     softcap = r.maybe(r.one(2.0, 30.0, 100.0, 1000.0), 0.25)
     scale = r.maybe(r.one(0.3, 0.3, 1.0, 0.01, 0.01, 0.0, -0.5), 0.3)
-    return dict(window=window, softcap=softcap, scale=scale)
+    return dict(window=r.maybe(window, 0.35), softcap=softcap, scale=scale)
 
 
 def _head_width(r: Draw) -> int:
@@ -103,8 +103,8 @@ def attention(r: Draw):
     t, causal = r.size(64, 64, 128, 192), r.odds(0.7)
     s = t if r.odds(0.6) else t + r.size(64) if causal else r.size(64, 128)
     if r.odds(0.06):
-        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 130)
-        s = t + r.one(0, 0, 100)
+        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 72)
+        s = t + r.one(0, 0, 70)
     elif length := r.large(650, 1100, 2050):
         (h, k), b, few = r.heads(most=2), 1, r.one(1, 40, 65, 130)
         t, s = r.one((few, length), (few, length), (length, few), (650, 650))
@@ -125,7 +125,7 @@ def attention_packed(r: Draw):
     (h, k), b, d = r.heads(), r.batch(1, 1, 2), _head_width(r)
     t = r.one(r.size(64, 128), 8 * r.one(1, 3, 8, 9, 16, 17))
     if r.odds(0.1):
-        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 130)
+        (b, h, k), d, t = _many(r), r.one(64, 64, 128, 80), r.one(24, 64, 72)
     of = lambda heads: A((b, t, heads, d), r.dtype)
     options = _attention(r, t, t) | dict(return_lse=r.odds(0.3))
     segments = r.segments(b, t) if r.odds(0.4) else None
@@ -138,7 +138,8 @@ def decode_attention(r: Draw):
     float8, t = r.odds(0.3), r.one(1, 1, 1, 2, 5, 8)
     d = r.one(32, 64, 128, 96) if float8 else r.one(16, 48, 64, 80, 112, 128, 160, 192, 224, 256)
     s = r.one(8 * r.one(1, 2, 5, 9, 17, 33), r.size(64, zero=0))
-    s = r.large(520, 1032, 2056, 4104, share=0.3) or s  # several blocks share a row
+    if length := r.large(520, 1032, 2056, 4104, share=0.3):  # several blocks share a row
+        s, b, (h, k) = length, min(b, 2), r.heads(most=4)
     t, new = min(t, s), t == 1 and r.odds(0.5)
     lengths, turned = (0, s + 1, t, s), new and r.odds(0.5)
     if not turned:  # RoPE would take the length for a position

@@ -170,7 +170,7 @@ def _append(k, v, new, lengths):
 def _in_jnp(q, k, v, lengths, _new, _table, scale, window, softcap):
     """The formulas in jnp, rounded where the kernel rounds."""
     t, s = q.shape[1], k.shape[1]
-    lengths = jnp.minimum(lengths, s)
+    lengths = jnp.clip(lengths, 0, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
     mask = slots <= places
     if window is not None:

@@ -134,7 +134,7 @@ def prepare(p: DecodePlan, name: str, body, batch: int, heads: int, result, scra
     def run(cache, inputs, o_ref, lse_ref, **smem):
         refs = SimpleNamespace(**dict(zip("kv", cache, strict=True)) | inputs)
         batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
-        length = jnp.minimum(refs.lengths[batch], p.keys)
+        length = jnp.minimum(jnp.maximum(refs.lengths[batch], 0), p.keys)
         first = jnp.int32(0)
         if p.window is not None:
             first = lax.div(jnp.maximum(length - p.t - p.window + 1, 0), jnp.int32(KEYS))

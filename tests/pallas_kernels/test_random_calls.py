@@ -64,7 +64,7 @@ def test_a_line_is_the_call():
 
 def test_the_rules_reach_the_corners():
     """Among some hundred calls there is every dtype, group of heads, format and kind of value."""
-    calls = [draw(7, number) for number in range(40 * len(ORDER))]
+    calls = [draw(7, number) for number in range(80 * len(ORDER))]
     arrays = [a for call in calls for a in jax.tree.leaves(call.arrays)]
     assert {a.dtype for a in arrays} >= {*random_calls.INTEGERS, "bfloat16", "float16", "float32"}
     assert {n for a in arrays for n in a.shape} >= {0, 1, 2, 3, 5, 7, 11, 13, 63, 64, 65, 127, 129}
@@ -79,7 +79,15 @@ def test_the_rules_reach_the_corners():
     assert {more[1] for more in packed} == {None, 32, 64, 128}
     assert {more[3] for more in packed} == {"int", "fp8", "2:4"}
     assert {a.values for a in arrays} == set(random_calls._VALUES)
-    assert {call.x64 for call in calls} == {True, False}
+    for setting in ("x64", "strict", "general"):
+        assert {getattr(call, setting) for call in calls} == {True, False}
+    assert {call.inside for call in calls} == {None, "vmap", "map", "checkpoint"}
+    queries = [call.arrays["q"] for call in calls if call.op == "attention"]
+    assert max(q.shape[0] * q.shape[2] for q in queries if isinstance(q, A)) > 132  # processors
+    keys = {call.arrays["k"].shape[1] for call in calls if call.op == "decode_attention"}
+    assert {8, 1032} <= keys
+    columns = {call.arrays["logits"].shape[-1] for call in calls if call.op == "cross_entropy"}
+    assert {12416, 57472} <= columns
     windows = {call.options.get("window") for call in calls if call.op == "attention"}
     assert {None, 1, 2, 64, 1000} <= windows
 
@@ -121,6 +129,13 @@ def test_a_wrong_kernel_is_found(monkeypatch, change, why):
     verdict = random_checks.judge(dataclasses.replace(NORM, implementation=None))
     assert (verdict.outcome, verdict.form) == ("wrong", "default")
     assert re.match(why, verdict.why)
+
+
+@pytest.mark.parametrize("inside", ["vmap", "map", "checkpoint"])
+def test_a_transformation_has_the_results_of_the_call(inside):
+    arrays = NORM.make()
+    run = lambda inside: random_checks.form_of(dataclasses.replace(NORM, inside=inside), "xla")
+    np.testing.assert_array_equal(run(inside)(**arrays), run(None)(**arrays))
 
 
 @pytest.mark.parametrize(
