@@ -11,8 +11,8 @@ from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
-    "messages conversations prompt completion instruction input output system tools history label"
-    " chat_template_kwargs".split()
+    "messages conversations prompt completion instruction input output system system_prompt tools"
+    " functions history label chat_template_kwargs".split()
 )
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
@@ -53,7 +53,7 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             f"is in no known form (it has {', '.join(given) or 'nothing'}): a conversation is"
             " messages, conversations, prompt and completion, or instruction and output"
         )
-    system = given.get("system", "")
+    system = given.get("system") or given.get("system_prompt", "")
     if not isinstance(system, str):
         raise InputError(f"system={system!r:.50} must be text")
     if system and messages and messages[0]["role"] != "system":
@@ -110,15 +110,15 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     messages, asked = conversation(values)
     if not messages:
         raise Refused("no message")
+    if values.get("functions"):
+        raise InputError("functions is not read: write them as tools, and calls as tool_calls")
     tools = _list("tools", values.get("tools") or []) or None
 
     def show(count: int, answer: bool = False) -> tuple[str, list]:
-        options = dict(tools=tools, answer=answer, strftime_now=_DATE.strftime)
-        whole, more = count == len(messages), values.get("chat_template_kwargs")
+        options: dict[str, Any] = dict(tools=tools, answer=answer, whole=count == len(messages))
+        options |= {"chat_template_kwargs": values.get("chat_template_kwargs")}
         try:
-            return tokenizer.rendered(
-                messages[:count], whole=whole, chat_template_kwargs=more, **options
-            )
+            return tokenizer.rendered(messages[:count], strftime_now=_DATE.strftime, **options)
         except InputError as error:
             raise Refused(" ".join(str(error).split())) from error
 

@@ -149,8 +149,7 @@ class Dataset:
         samples = grain.MapDataset.source(self.samples(self.train))
         if self.shuffle:
             samples = samples.seed(self.seed % 2**32).shuffle()
-        samples = samples.repeat()
-        return self._batches(samples, batch_size, start_sample, rank, world)
+        return self._batches(samples.repeat(), batch_size, start_sample, rank, world)
 
     def val_batches(
         self, batch_size: int, rank: int, world: int, max_batches: int | None = None

@@ -43,13 +43,11 @@ def open_dataset(
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
         found, by_name = by_split(config.source, found, validates="val_path" not in paths)
         val_found = paths.get("val_path", by_name)
-    asked = (config, found, val_found, cache, vocab_size, only_val)
+    opens = {"chat": _open_chat, "shards": _open_shards}.get(config.source, _open_text)
+    asked = (config, found, val_found, cache, vocab_size, only_val, seq_len)
+    train, val, tokenizer, size, fingerprint, what = opens(*asked)
     separator = None
-    if config.source == "chat":
-        train, val, tokenizer, size, fingerprint, what = _open_chat(*asked, seq_len)
-    else:
-        opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, size, fingerprint, what = opened(*asked)
+    if isinstance(train, Tokens) and isinstance(val, Tokens):  # conversations are packed already
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -104,7 +102,7 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
 
 # Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
 # tokenizer, vocabulary, fingerprint, a line about them).
-def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
+def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val, _):
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
@@ -137,7 +135,7 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val):
+def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val, _):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from jaxllm.config.command_line import Parser, check_exists, exit_status
+from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.errors import InputError, error_line
 from jaxllm.infer.generate import add_options, checked
 
@@ -24,7 +24,6 @@ def _run(argv: list[str] | None) -> None:
     add_options(parser, tokens=1024)
     parser.option("--system TEXT", "the system message")
     args = checked(parser, argv)
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     from jaxllm.infer.writer import Writer
 
     writer = Writer(args)

@@ -84,6 +84,7 @@ def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
         raise InputError("--stop is empty: every text would stop at once")
     settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
     args.config = sampling("--", tokens=args.tokens, **settings)
+    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     return args
 
 
@@ -92,7 +93,6 @@ def _run(args: argparse.Namespace) -> None:
     if args.prompts is not None:
         texts = [line for _, line in read_lines(args.prompts, "--prompts")]
     chats = [_conversation(args, text, n) for n, text in enumerate(texts, 1)] if args.chat else None
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     from jaxllm.infer.decode import check_fits
     from jaxllm.infer.writer import Text, Writer

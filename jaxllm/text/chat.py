@@ -20,6 +20,7 @@ from jaxllm.errors import InputError
 
 # They surround what {% generation %} renders; no text has them, as they differ in each process.
 _START, _STOP = (f"\ufdd0{secrets.token_hex(16)}\ufdd0" for _ in range(2))
+_json = functools.partial(json.dumps, ensure_ascii=False)  # Jinja2's own filter escapes HTML
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -39,13 +40,6 @@ class _Generation(Extension):
 
 def _raise(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Unlike Jinja2's own filter, escapes no HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,8 +62,7 @@ def render(
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     for i, message in enumerate(messages):  # templates read thoughts under the first two names
         if thoughts := [message[key] for key in _THOUGHTS if key in message]:
-            named = {"reasoning_content": thoughts[0]}
-            messages[i] = {"thinking": thoughts[0]} | message | named
+            messages[i] = {"thinking": thoughts[0]} | message | {_THOUGHTS[0]: thoughts[0]}
     tools = variables.get("tools") or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
@@ -78,21 +71,27 @@ def render(
     shown = lambda messages: _compiled(template).render(page | {"messages": messages})
     try:
         marked = shown(messages)
+        if (opened := _opened(messages, marked)) != messages:
+            messages, marked = opened, shown(opened)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
         fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
-    lost = []
-    for i, message in enumerate(messages):
-        if whole and message.get("tool_calls"):
-            other = [*messages[:i], message | {"tool_calls": []}, *messages[i + 1 :]]
+    lost, calls = [], ("tool_calls", "function_call")
+    # A system message may belong to a last question, and calls may replace the content beside them.
+    last = {str(m.get("role")): i for i, m in enumerate(messages) if not any(map(m.get, calls))}
+    asked = [(i, key, []) for i in range(len(messages)) for key in calls]
+    asked += [(i, "content", f"{messages[i].get('content')}.") for i in last.values()]
+    for i, key, other in asked if whole else ():
+        if messages[i].get(key) and (key in calls or messages[i].get("role") != "system"):
             with contextlib.suppress(Exception):  # the template needs the calls
-                lost += [str(i + 1)] * (shown(other) == marked)
+                found = shown([*messages[:i], messages[i] | {key: other}, *messages[i + 1 :]])
+                lost += [f"{key} (message {i + 1})"] * (found == marked)
     if lost:
         raise InputError(
-            f"the chat template leaves out tool_calls (message {', '.join(lost)}): write them as"
-            ' content, or "content": null where it then shows them'
+            f"the chat template leaves out {', '.join(lost)}: write calls as content, or"
+            ' "content": null where it then shows them, and other roles as roles that it shows'
         )
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
@@ -102,3 +101,17 @@ def render(
             spans.append((len(text), len(text) + len(spoken)))
         text += spoken
     return text, spans
+
+
+def _opened(value: Any, shown: str) -> Any:
+    """Messages, with a call's arguments as an object where `shown` has them as a quoted text.
+
+    OpenAI's files have them as JSON text, which a template's `tojson` would quote once more.
+    """
+    if not isinstance(value, dict):
+        return [_opened(x, shown) for x in value] if isinstance(value, list) else value
+    found = {key: _opened(value[key], shown) for key in ("tool_calls", "function") if key in value}
+    if isinstance(text := value.get("arguments"), str) and _json(text) in shown:
+        with contextlib.suppress(ValueError, RecursionError):
+            found["arguments"] = json.loads(text)
+    return value | found

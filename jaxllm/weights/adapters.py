@@ -222,8 +222,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     keys.only("peft_type", "LORA")
     keys.only("bias", "none")
     random = page.get("init_lora_weights") in (None, True, False, "gaussian")
-    free = _FREE | set(["init_lora_weights"] * random)
-    keys.refuse_rest(free, "merge with peft's merge_and_unload")
+    keys.refuse_rest(_FREE | {"init_lora_weights" * random}, "merge with peft's merge_and_unload")
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str) or not path:
         raise InputError(f"{keys.path}: base_model_name_or_path={path!r} is not a folder's name")

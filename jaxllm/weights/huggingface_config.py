@@ -59,15 +59,16 @@ _LLAMA = _Kind(
     },
     implied={"qkv_bias": False, "qk_norm": False},
 )
-_WINDOWED = _LLAMA.keys | {"window": ("sliding_window", 4096)}
+_windowed = lambda heads, length: {  # heads, length: by default of their type
+    **_LLAMA.keys,
+    "window": ("sliding_window", 4096),
+    "n_kv_heads": ("num_key_value_heads", heads),
+    "max_seq_len": ("max_position_embeddings", length),
+}
 _QWEN2 = _LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    keys=_WINDOWED
-    | {
-        "n_kv_heads": ("num_key_value_heads", 32),
-        "max_seq_len": ("max_position_embeddings", 32768),
-    },
+    keys=_windowed(32, 32768),
     implied={"qkv_bias": True, "qk_norm": False},
 )
 _GELUS = "gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"
@@ -100,14 +101,7 @@ KINDS = {
         },
     ),
     "llama": _LLAMA,
-    "mistral": _LLAMA._replace(
-        architecture="MistralForCausalLM",
-        keys=_WINDOWED
-        | {
-            "n_kv_heads": ("num_key_value_heads", 8),
-            "max_seq_len": ("max_position_embeddings", 131072),
-        },
-    ),
+    "mistral": _LLAMA._replace(architecture="MistralForCausalLM", keys=_windowed(8, 131072)),
     "qwen2": _QWEN2,
     "qwen3": _QWEN2._replace(
         architecture="Qwen3ForCausalLM",

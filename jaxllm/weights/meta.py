@@ -72,8 +72,6 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
     longest = 131072 if scaling else 32768 if mistral else 8192
     keys.only("model_type", "transformer")
     keys.only("causal", True)
-    for key in ("max_batch_size", "vision_chunk_size", "vision_max_num_chunks"):
-        keys.get(key, None)
     found = validated(
         dict(
             type="llama3",
@@ -94,5 +92,5 @@ def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
         path,
         {"n_layers": "n_layers", "d_model": "dim", "d_head": "head_dim"},
     )
-    keys.refuse_rest()
+    keys.refuse_rest({"max_batch_size", "vision_chunk_size", "vision_max_num_chunks"})
     return found

@@ -120,7 +120,7 @@ def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp
     assert model.seen == [ids_of("a?b")]
     template = "{{ documents[0].text }}{{ messages[0].content }}"
     assert render(template, asked, {"documents": [{"text": "x"}]})[0] == "xa?b"
-    assert render("{{ documents }}", asked, {})[0] == "None"
+    assert render("{{ documents }}", [], {})[0] == "None"
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": {"a": 1}}], {}, r"a\.jsonl:1: messages={'a': 1} must be a list$"),
         ([{"messages": pair("Q", "A"), "system": ["x"]}], {}, r"system=\['x'\] must be text$"),
         ([{"instruction": "Q", "output": "A", "history": [["q", "a"]]}], {}, "history is not read"),
+        ([{"messages": pair("Q", "A"), "functions": [{"name": "f"}]}], {}, "functions is not read"),
         ([{"messages": pair("Q", "A"), "tools": {"a": 1}}], {}, r"tools={'a': 1} must be a list$"),
         ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
         ([{"messages": [{"role": "user", "value": "Q"}]}], {}, "1 refused, a message with neither"),

@@ -9,6 +9,7 @@ from conversations import FOLDER, TEMPLATE, pair, with_template
 from jaxllm.data import chat
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
+from jaxllm.text.chat import render
 
 MASKS = json.loads((FOLDER / "masks.json").read_text(encoding="utf-8"))
 
@@ -21,8 +22,9 @@ def test_four_forms_give_the_same_messages():
     turns = [{"from": role, "value": text} for role, text in said]
     assert chat.conversation({"conversations": turns}) == (right, 0)
     for system in ("S", ""):  # an empty one is none, as an empty input
-        found = chat.conversation({"conversations": turns[1:], "system": system})
-        assert found == (right[not system :], 0)
+        for key in ("system", "system_prompt"):
+            found = chat.conversation({"conversations": turns[1:], key: system})
+            assert found == (right[not system :], 0)
     for values in (
         dict(prompt="Q", completion="A", system="S"),
         dict(prompt=right[:2], completion=right[2:]),
@@ -41,8 +43,11 @@ def told(i: int, template: str) -> list[dict]:
     return [{key: m[key] for key in m if key not in gone} for m in MASKS["conversations"][i]]
 
 
-def test_calls_that_a_template_leaves_out_are_refused(tmp_path):
-    """Where content is "" and not null, some show no calls: an empty answer would be trained."""
+def test_what_a_template_leaves_out_or_quotes_twice(tmp_path):
+    """Where content is "" and not null, some show no calls: an empty answer would be trained.
+
+    OpenAI's files have the arguments of calls as JSON text, which `tojson` would quote again.
+    """
     shows = "{% if m.content is defined %}{{ m.content }}{% else %}{{ m.tool_calls }}{% endif %}"
     tokenizer = Tokenizer(with_template(tmp_path / "a", TEMPLATE.replace("{{ m.content }}", shows)))
     messages = pair("Q", None)
@@ -52,6 +57,29 @@ def test_calls_that_a_template_leaves_out_are_refused(tmp_path):
         for shown in (tokenizer.rendered, lambda m: chat.render(tokenizer, {"messages": m}, "all")):
             with pytest.raises((InputError, chat.Refused), match=r"out tool_calls \(message 2"):
                 shown(messages)
+    messages[1]["function_call"] = messages[1].pop("tool_calls")[0]
+    with pytest.raises(InputError, match=r"leaves out function_call \(message 2"):
+        tokenizer.rendered(messages)
+    shows = "{% for m in messages if m.role != 'tool' %}" + TEMPLATE.partition("%}")[2]
+    tokenizer = Tokenizer(with_template(tmp_path / "b", shows))
+    for ask in (tokenizer.rendered, lambda m: chat.render(tokenizer, {"messages": m}, "all")):
+        assert "A<|eot_id|>" in ask(pair("Q", "A"))[0]
+        with pytest.raises((InputError, chat.Refused), match=r"leaves out content \(message 3\)"):
+            ask([*pair("Q", "A"), {"role": "tool", "content": "A"}, *pair("Q", "A")])
+    calls = lambda arguments: [{"function": {"name": "f", "arguments": arguments}}]
+    shows = "{{ m.content or m.tool_calls | tojson }}"
+    tokenizer = Tokenizer(with_template(tmp_path / "c", TEMPLATE.replace("{{ m.content }}", shows)))
+    for given in ({"a": '"ä"'}, {}):
+        asked = [
+            {"role": "assistant"} | {"tool_calls": calls(x)}
+            for x in (given, json.dumps(given, indent=1))
+        ]
+        text, other = (tokenizer.rendered([*pair("Q", "A"), message])[0] for message in asked)
+        assert text == other
+        assert json.dumps(given, ensure_ascii=False) in text
+    written = {"role": "assistant", "tool_calls": calls('{"a":1}')}
+    shows = "{{ messages[1].tool_calls[0].function.arguments }}"  # R1's takes the text
+    assert render(shows, [*pair("Q", "A")[:1], written], {}, False)[0] == '{"a":1}'
 
 
 @pytest.mark.parametrize("template", MASKS["templates"])
