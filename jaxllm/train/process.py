@@ -45,10 +45,9 @@ def set_xla_flags(deterministic: bool) -> None:
         # Merging the matmuls of q, k and v would need copies to split the result.
         "--xla_gpu_dot_merger_threshold_mb=0",
         # On a CPU, bf16 fusions of YNNPACK take most of a step: llama3_small needs 11.4 s of one
-        # core with them and 1.35 s without (JAX 0.11.2; 3.5 s and 1.2 s with 0.12.0.1).  Some read
-        # what nobody wrote: the gradient of a vLSTM's v that a vmap shares is random.  oneDNN's
-        # matmuls (xla_cpu_experimental_onednn_custom_call) would halve that, but gradients through
-        # SiLU are wrong by a quarter for the gate's weights.  Both on both versions.
+        # core with them, 1.35 s without (JAX 0.11.2; 3.5 s and 1.2 s with 0.12.0.1).  With them the
+        # gradient of a vLSTM's v that a vmap shares is random.  xla_cpu_experimental_onednn_
+        # custom_call would halve the time, but gradients through SiLU become wrong, too.
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
     if jax.__version_info__ >= (0, 12):
