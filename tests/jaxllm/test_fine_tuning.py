@@ -173,6 +173,7 @@ def straight(tiny, tmp_path_factory):
     return out_dir
 
 
+@pytest.mark.slow  # test_lora_runs.py resumes a run, test_chat_data.py its data
 def test_a_killed_run_on_conversations_continues_bit_for_bit(straight, tmp_path, capsys):
     out_dir = tmp_path / "killed"
     shutil.copytree(straight, out_dir)  # as a process leaves it that is killed after step 9

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 import vlstm_twins
 from kernel_checks import names_in, normal
 from vlstm_twins import COPIES, with_gradients
@@ -27,8 +28,8 @@ def on_one(array, i, f, *weight):
     ("normed", "form", "t", "copied"),
     [
         (False, "", 72, False),
-        (False, "", 77, True),  # TMA copies groups of 8 positions
-        (False, "general_", 77, False),  # the general form does without
+        slow(False, "", 77, True),  # TMA copies groups of 8 positions
+        slow(False, "general_", 77, False),  # the general form does without
         (True, "", 72, False),
         (True, "", 77, True),
         (True, "general_", 76, False),

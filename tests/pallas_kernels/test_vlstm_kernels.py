@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vlstm_twins
-from cases import slow
+from cases import slow, slow_interpreted
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 from vlstm_twins import FOUR, flat, inputs
 
@@ -88,7 +88,7 @@ def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
     check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=kernels, **options)
 
 
-@pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
+@pytest.mark.parametrize("dtype", [slow_interpreted(FP16)] + [BF16] * ON_GPU)
 def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Covers gates past xLSTM's caps in two thirds of the places; three chunks for two teams;
     features padded to 64 and 128."""
