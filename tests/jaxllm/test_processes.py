@@ -120,7 +120,8 @@ def test_a_killed_process_ends_the_others_of_its_machine(runs):
     assert run["seconds"] < 60
     victim = f"process {run['count'] - 1} (pid {run['victim']} on {socket.gethostname()})"
     assert run["output"].splitlines()[-1] == (
-        f"error: {victim} was killed by SIGKILL (is the machine out of memory?); the run ends: continue with --resume"
+        f"error: {victim} was killed by SIGKILL (is the machine out of memory?); the run ends:"
+        " continue with --resume"
     )
     assert "Traceback" not in run["output"]
 

@@ -5,8 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import slow
 import vlstm_twins
+from cases import slow
 from kernel_checks import names_in, normal
 from vlstm_twins import COPIES, with_gradients
 
