@@ -288,7 +288,7 @@ def test_text_decodes_only_its_last_tokens():
             "--checkpoint nowhere --prompt x",
             "--checkpoint nowhere does not exist: name a run's directory or packed",
         ),
-        ("--checkpoint nowhere --prompts missing.txt", "missing.txt"),
+        ("--checkpoint . --prompts missing.txt", "missing.txt"),
         ("--checkpoint nowhere --prompt x --top_p 1.5", "--top_p=1.5"),
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),
         ("--checkpoint nowhere --prompt x --tokens 0", "--tokens=0"),

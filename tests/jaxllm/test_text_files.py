@@ -275,23 +275,27 @@ def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
         Tokenizer(folder)
 
 
+SHOWN = "{{ messages[0].content }}"
+
+
 def test_chat_templates_of_a_list_and_of_files(tmp_path):
     named = lambda **texts: [{"name": name, "template": text} for name, text in texts.items()]
-    page = {"chat_template": named(default="a{{ eos_token }}", tool_use="b"), "eos_token": "<a>"}
+    page = {"chat_template": named(default=f"{SHOWN}{{{{ eos_token }}}}", tool_use=f"{SHOWN}b")}
+    page |= {"eos_token": "<a>"}
     tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
     messages = [{"role": "user", "content": "x", "name": None}]
-    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "a<a>"
-    assert tokenizer.decode(tokenizer.chat(messages, tools=[])[0]) == "b"
+    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "x<a>"
+    assert tokenizer.decode(tokenizer.chat(messages, tools=[])[0]) == "xb"
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0] | tojson }}é{{ date }}")
     filed, right = Tokenizer(tmp_path / "a"), '{"role": "user", "content": "x"}énow'
     assert tokenizer.decode(filed.chat(messages, date="now")[0]) == right
     # As by transformers 5.24, the file takes the place of all templates of the configuration.
     assert tokenizer.decode(filed.chat(messages, date="now", tools=[])[0]) == right
-    page = {"chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "<a>"}
+    page = {"chat_template": SHOWN + "{{ bos_token }}{{ eos_token }}", "eos_token": "<a>"}
     one = folder_of(tmp_path / "d", tokenizer_config=page, config={"bos_token_id": 294})
-    assert (one.bos, one.decode(one.chat(messages)[0])) == (294, "<a>")  # it names no bos_token
-    tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
-    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
+    assert (one.bos, one.decode(one.chat(messages)[0])) == (294, "x<a>")  # it names no bos_token
+    tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": SHOWN + "c"})
+    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "xc"
     page = {"chat_template": named(tool_use="b", rag="c")}
     with pytest.raises(InputError, match="chat template named default, only tool_use, rag: put"):
         folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
@@ -312,10 +316,11 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
 )  # fmt: skip
 def test_thoughts_reach_a_template_by_its_name_for_them(given, right, tmp_path):
     """As by transformers 5.24: data has one name, a template reads another."""
-    template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}" + SHOWN
     page = {"chat_template": template}
     tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
-    assert tokenizer.rendered([{"role": "assistant", "content": "a"} | given])[0] == right
+    message = {"role": "assistant", "content": "a"} | given
+    assert tokenizer.rendered([message])[0] == right + "a"
 
 
 def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them(tmp_path):
