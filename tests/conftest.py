@@ -22,8 +22,6 @@ if shutil.which("nvidia-smi") is None:
 else:
     fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
     fast += " --xla_gpu_deterministic_ops=true"
-# Without wrong fusions on the CPU, as train.py (train/process.py says which).
-fast += " --xla_cpu_experimental_ynn_fusion_type="
 os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # On a CPU, XLA compiles each program once for all test processes and for those that tests start.
 # The process that starts the others makes the folder.

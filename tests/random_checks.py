@@ -49,10 +49,10 @@ from random_ratios import (
 import pallas_kernels
 from pallas_kernels import Packed, RopeScaling, dispatch  # noqa: F401 (for --line)
 
-# Without wrong fusions on the CPU (jaxllm/train/process.py); XLA reads it when it starts.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_cpu_experimental_ynn_fusion_type= {os.environ.get('XLA_FLAGS', '')}".strip()
-)
+# Without wrong fusions on the CPU (jaxllm/train/process.py).
+RIGHT = "--xla_cpu_experimental_ynn_fusion_type="
+if __name__ == "__main__":  # XLA reads it when its backend starts
+    os.environ["XLA_FLAGS"] = f"{RIGHT} {os.environ.get('XLA_FLAGS', '')}".strip()
 PACKAGE = Path(pallas_kernels.__file__).parent
 LOST = ("CUDA_ERROR", "ILLEGAL_ADDRESS", "INTERNAL: ", "device-side", "CUDNN_STATUS_EXECUTION")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow
+from cases import slow, slow_interpreted
 from kernel_checks import kernels_run_here, normal
 
 from pallas_kernels import encoder, fp8_linear, linear_cross_entropy, mlp
@@ -58,9 +58,13 @@ CASES = {  # a scalar of weights (and totals), the weights
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize(
-    "case", [slow(case) if case in ("tied", "head fp8") else case for case in CASES]
+    ("case", "implementation"),
+    [
+        *(slow(case, how) for case in ("tied", "head fp8") for how in ("xla", "mosaic")),
+        *(("head", "xla"), slow_interpreted("head", "mosaic")),
+        *((case, how) for case in list(CASES)[3:] for how in ("xla", "mosaic")),
+    ],
 )
 def test_the_gradient_of_a_total_is_the_next_total(case, implementation):
     f, weights = CASES[case]
