@@ -17,6 +17,8 @@ On a CPU kernels are interpreted, on a GPU they run natively.  --json and --run_
 gpu_random.py.
 """
 
+# ruff: noqa: E402 (XLA's flags come before JAX)
+
 import argparse
 import contextlib
 import json
@@ -28,6 +30,11 @@ import warnings
 from math import inf, nan  # noqa: F401 (for --line)
 from pathlib import Path
 from typing import NamedTuple
+
+# Without wrong fusions on the CPU (jaxllm/train/process.py); JAX may start at an import.
+RIGHT = "--xla_cpu_experimental_ynn_fusion_type="
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = f"{RIGHT} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +56,6 @@ from random_ratios import (
 import pallas_kernels
 from pallas_kernels import Packed, RopeScaling, dispatch  # noqa: F401 (for --line)
 
-# Without wrong fusions on the CPU (jaxllm/train/process.py).
-RIGHT = "--xla_cpu_experimental_ynn_fusion_type="
-if __name__ == "__main__":  # XLA reads it when its backend starts
-    os.environ["XLA_FLAGS"] = f"{RIGHT} {os.environ.get('XLA_FLAGS', '')}".strip()
 PACKAGE = Path(pallas_kernels.__file__).parent
 LOST = ("CUDA_ERROR", "ILLEGAL_ADDRESS", "INTERNAL: ", "device-side", "CUDNN_STATUS_EXECUTION")
 
