@@ -232,7 +232,7 @@ class Tokenizer:
         """The text of a conversation by the chat template, and its spans of {% generation %}.
 
         answer: whether the assistant's next message follows (add_generation_prompt).
-        whole: whether no messages follow.  Only then each message's tool_calls are looked for.
+        whole: whether no messages follow.  Only then is it checked that the template shows all.
         variables, chat_template_kwargs: for the template, such as date_string.
         """
         if not isinstance(more := chat_template_kwargs or {}, dict):
