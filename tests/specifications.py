@@ -2,6 +2,7 @@
 
 ARRAYS has functions of the code's options and of whole arrays, in jnp.  Those of `on_memory` get
 what is in the references, and return what the code writes: {number of the reference: content}.
+Code that `stores` gets the first reference's shape alone, and returns a place in it, too.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ class OnMemory:
     asynchronous: bool = False  # its result can be read only after a `wait`
     commits: bool = False  # ends a group of copies
     copies: int | None = None  # that a `wait` leaves under way
+    stores: bool = False  # to a part of the first reference, which it does not read
 
 
 def on_memory(code) -> OnMemory | None:
@@ -42,10 +44,8 @@ def load_line(array, target, batch, head, first):
 
 
 def store_rows(array, tile, batch, head, first, end):
-    rows, array = np.arange(first, first + len(tile)), array.copy()
-    ok = rows < end
-    array[batch, rows[ok], head] = tile[ok, : array.shape[3]]
-    return {0: array}
+    n = min(max(int(end) - int(first), 0), len(tile))
+    return {0: ((batch, slice(first, first + n), head), tile[:n, : array.shape[3]])}
 
 
 def tile(block, bits, format, words, scales, offsets):
@@ -101,5 +101,5 @@ ARRAYS = {
 MEMORY = {
     ampere._load_rows: OnMemory(load_rows, asynchronous=True, commits=True),
     ampere._load_line: OnMemory(load_line, asynchronous=True),
-    ampere._store_rows: OnMemory(store_rows),
+    ampere._store_rows: OnMemory(store_rows, stores=True),
 }

@@ -247,9 +247,9 @@ def store(w: Worker, i: Item, name: str, x):
     buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
-    target = refs[name].at[i.batch, i.rows, first + i.head]
     plgpu.commit_smem()  # all warps have read what was there
-    mosaic.store_tile(x, buffers[name].at[at], target)
+    buffer = buffers[name].at[at]
+    schedule.store_rows(x, buffer, refs[name], i.batch, i.row, first + i.head)
 
 
 # ---- each warpgroup has 64 keys: D up to 128 -----------------------------------------------------
@@ -442,7 +442,7 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)
         minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)
     inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta, joint=joint)
-    like = jax.ShapeDtypeStruct(k.shape, q.dtype)
+    like = schedule.gradient(k, call.lengths[1], call)
     return schedule.launch(
         "attention_backward_dkv", body, tile, call, inputs, segments,
         () if call.heads else (like, like), scratch, by_keys=True,

@@ -298,8 +298,8 @@ def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
     smem = w.smem.dq if w.schedule.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
-    target = w.results[0].at[i.batch, i.rows, i.head]
-    mosaic.store_tile(dq * w.schedule.scale, smem.at[w.wg], target)
+    dq = dq * w.schedule.scale
+    schedule.store_rows(dq, smem.at[w.wg], w.results[0], i.batch, i.row, i.head)
 
 
 def differentiate(w: Worker, i: Item):
@@ -343,7 +343,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     """
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
-    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
+    out_type = [schedule.gradient(q, call.lengths[0], call), stat, stat]
     memory = functools.partial(scratch, has_dlse=dlse is not None)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(

@@ -331,7 +331,7 @@ def store(w: Worker, i: Item, o, m, l):
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
-    mosaic.store_tile(o, smem.qo.at[i.at], o_ref.at[batch, rows, head])
+    schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row + w.wg * ROWS, head)
     mosaic.store(lse_ref.at[batch, head, rows], lse)
 
 
@@ -368,7 +368,7 @@ def body(w: Worker):
 def forward(q, k, v, segments=None, *, call: Call):
     """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
-    The axes T and S of the arrays are padded to multiples of 8, because a TMA copy into wgmma's
+    The axes T and S of q, k and v are padded to multiples of 8, because a TMA copy into wgmma's
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
     segments: ids of the queries and of the keys, as `pad_segments` returns them, or None.
     """

@@ -38,7 +38,6 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDEST = 256  # the largest head dimension: O then takes 128 of a thread's 255 registers
-_DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
@@ -123,27 +122,6 @@ def cudnn_why_not(
     return None
 
 
-def why_slower(operands, segment_ids=None, **options) -> str | None:
-    """Why cuDNN is faster than the kernels (they would pad q, k and v in copies), or None.
-
-    Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md lists
-    them).  With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).
-    These shapes have not been measured that way, so the kernels, which are always deterministic,
-    run.
-    """
-    if any(map(dispatch.xla_flag, _DETERMINISTIC)):
-        return None
-    if cudnn_why_not(operands, segment_ids, **options):
-        return None
-    q, k, _ = shapes(operands)
-    t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    rows, columns = _multiples(d)
-    for name, size, multiple in (("T", t, rows), ("S", s, rows), ("D", d, columns)):
-        if size % multiple:
-            return f"the kernel would pad {name}={size} to a multiple of {multiple}"
-    return None
-
-
 def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
     if dispatch.rehearses():  # JAX traces cuDNN's attention only where cuDNN is
         return _in_jnp(operands, None, causal=causal, scale=scale, window=window)
@@ -166,14 +144,13 @@ def _pair(segment_ids, q, k):
     return (segment_ids[:, s - t :], segment_ids) if joint else segment_ids
 
 
-def _multiples(d: int, general: bool = False) -> tuple[int, int]:
-    """What (T and S, D) are multiples of in the kernels; whatever else comes is padded in copies.
+def _multiple(d: int) -> int:
+    """What D is a multiple of in Hopper's kernels.
 
-    The general form copies 16 bytes at a time.  Hopper's TMA copies groups of 8 rows into wgmma's
-    layout, and a wgmma sums 16 products; above 128, in slices of 16 columns, D=144 and 240 run at
-    0.94 and 0.75 of cuDNN's speed forward.
+    A wgmma sums 16 products.  Above 128, in slices of 16 columns, D=144 and 240 run at 0.94 and
+    0.75 of cuDNN's speed forward.
     """
-    return (1, 8) if general else (8, 16 if d <= 128 else 32)
+    return 16 if d <= 128 else 32
 
 
 # ---- reference -------------------------------------------------------------------------------
@@ -270,26 +247,36 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    rows, columns = _multiples(d, general)
-    if isinstance(operands, Packed) and t % rows == d % columns == 0:
+    if isinstance(operands, Packed) and (d % 8 == 0 if general else t % 8 == d % _multiple(d) == 0):
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
-    else:
-        pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns)
-        heads, arrays = None, tuple(map(pad, split(operands)))
+    else:  # the kernels store 16 bytes at a time
+        heads, arrays = None, tuple(mosaic.pad_axis(x, 3, 8) for x in split(operands))
     call = Call(
-        (t, s), causal, masks.scale_of(scale, q), mosaic.sm_count(), window, softcap,
-        segment_ids is not None, heads, general, general and mosaic.is_tight(),
+        (t, s), arrays[0].shape[3], causal, masks.scale_of(scale, q), mosaic.sm_count(), window,
+        softcap, segment_ids is not None, heads, general, general and mosaic.is_tight(),
     )  # fmt: skip
     if segment_ids is not None:
         segment_ids = pad_segments(segment_ids, call.lengths)
     out, lse = _attention(arrays, segment_ids, call, return_lse)
-    out = out if heads else out[:, :t, :, :d]
+    out = out[..., :d]
     return (out, lse[:, :, :t]) if return_lse else out
+
+
+def _padded(arrays, call: Call):
+    """Copies of the arrays as Hopper's kernels read them, or the arrays, if nothing is missing.
+
+    TMA copies groups of 8 rows into wgmma's layout.
+    """
+    if call.general:
+        return arrays
+    pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, _multiple(call.width))
+    return tuple(map(pad, arrays))
 
 
 def _attention_forward(arrays, segments, call: Call, with_lse):
     """((O, lse), what the backward pass needs).  arrays: (q, k, v), or the one that holds all."""
+    arrays = _padded(arrays, call)
     q, k, v = arrays if call.heads is None else arrays * 3
     forward_of = general.forward if call.general else forward
     results = forward_of(q, k, v, segments, call=call)
@@ -302,12 +289,13 @@ def _attention_backward(call: Call, with_lse, saved, cotangents):
     arrays, segments, out, lse = saved
     dout, dlse = cotangents
     dlse = dlse if with_lse else None  # it is zero, so the kernels need not read it
+    out, dout = _padded((out, dout), call)
     q, k, v = arrays if call.heads is None else arrays * 3
     return backward(q, k, v, out, lse, dout, dlse, segments, call=call), None
 
 
 def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
-    """(dq, dk, dv), or where q, k and v are one array, its only gradient.
+    """(dq, dk, dv), or where q, k and v are one array, its only gradient, none of them padded.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
     segments: from `pad_segments`.
@@ -335,7 +323,7 @@ _attention = with_gradient(_attention_forward, _attention_backward, nondiff_argn
 
 # Only an H100 has run the general form, so cuDNN stands before it.
 FORMS = (
-    Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
+    Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not),
     Form("cudnn", _cudnn, "sm_80", cudnn_why_not),
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
     Form("xla", _in_jnp),

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention.masks import Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
 
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     """The static arguments of the op."""
 
     lengths: tuple[int, int]  # the true T and S; the arrays are padded
+    width: int  # the true D
     causal: bool
     scale: float
     sms: int  # of the device
@@ -232,10 +234,30 @@ def launch(
 
 def forward_results(q, call: Call):
     """The types of O (B, T, H, D) and of the log-sum-exp (B, H, stat_rows(T))."""
-    (b, t, h, d), stats = q.shape, stat_rows(call.lengths[0])
-    h = h if call.heads is None else call.heads[0]
-    lse = jax.ShapeDtypeStruct((b, h, stats), jnp.float32)
-    return jax.ShapeDtypeStruct((b, t, h, d), q.dtype), lse
+    b, _, h, _ = q.shape
+    h, (t, _) = h if call.heads is None else call.heads[0], call.lengths
+    lse = jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32)
+    return jax.ShapeDtypeStruct((b, t, h, call.width), q.dtype), lse
+
+
+def gradient(x, rows: int, call: Call):
+    """The type of the gradient of an array that may be padded: of `rows` rows."""
+    return jax.ShapeDtypeStruct((x.shape[0], rows, x.shape[2], call.width), x.dtype)
+
+
+def store_rows(value, buffer, target, batch, row, head) -> None:
+    """Copies 64 rows from registers through shared memory to target[batch, row:, head].
+
+    TMA stores groups of 8 rows with all columns of the buffer, and still runs afterwards.  In other
+    targets each thread stores 16 bytes at a time, none past the end.
+    """
+    if target.shape[1] % 8 == 0 and target.shape[3] == buffer.shape[1]:
+        mosaic.store_tile(value, buffer, target.at[batch, pl.ds(row, ROWS), head])
+        return
+    buffer[...] = value.astype(buffer.dtype)
+    plgpu.commit_smem()
+    ampere.store_rows(buffer, target, batch, head, row, target.shape[1])
+    plgpu.commit_smem()  # all threads have read the buffer, which TMA may fill next
 
 
 def stat_rows(t: int) -> int:

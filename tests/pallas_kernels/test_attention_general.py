@@ -137,7 +137,7 @@ def test_another_name_of_a_form_is_an_error(monkeypatch):
 @pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
 def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width):
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
-    call = Call((512, 512), True, 1.0, 24, None, None, general=True, tight=tight)
+    call = Call((512, 512), width, True, 1.0, 24, None, None, general=True, tight=tight)
     s = schedule_of(q, q, general.tiles(kernel, width, call), call, kernel == "backward_dkv")
     assert s.width == width
     buffers = general.scratch(kernel, s).values()
