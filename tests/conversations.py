@@ -62,7 +62,7 @@ def settings(folder):
 
 
 def opened(config, seq_len=T, **changes):
-    return open_dataset(DataConfig(**config | changes), seq_len=seq_len, seed=3, vocab_size=None)
+    return open_dataset(DataConfig(**config | changes), seq_len=seq_len, seed=3, vocab_size=1000)
 
 
 def rows_of(data):

@@ -11,7 +11,7 @@ import tokenizers
 from data_settings import flipped_byte, settings
 
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
-from jaxllm.data.__main__ import main
+from jaxllm.data.command import main
 from jaxllm.data.shards import open_shard
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
@@ -52,7 +52,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     shards = sorted(contents(data / "out"))
     assert shards[0] == "train_000000.bin"
     assert shards[-1] == "val_000002.bin"
-    sizes = [len(open_shard(data / "out" / name)[0]) for name in shards]
+    sizes = [len(open_shard(data / "out" / name)) for name in shards]
     assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
 
     config = settings(data)
@@ -86,7 +86,7 @@ def test_few_documents_still_give_validation_data(data, fraction, kind, count, c
     assert "held out" not in capsys.readouterr().out
     tokenizer = Tokenizer(data / "tokenizer.json")
     few = "val" if fraction < 0.5 else "train"
-    tokens = open_shard(data / "out" / f"{few}_000000.bin")[0]
+    tokens = open_shard(data / "out" / f"{few}_000000.bin")
     assert tokenizer.decode(tokens).count("<|endoftext|>") <= max(1, count // 10)
 
 
@@ -153,7 +153,7 @@ def test_prepare_continues_after_sigkill(data):
     code = f"""
 import os, sys
 from jaxllm.data import corpus, prepare
-from jaxllm.data.__main__ import main
+from jaxllm.data.command import main
 corpus._BATCH = 300
 original, calls = prepare.ShardWriter.append, 0
 def append(*args):
@@ -220,9 +220,9 @@ def test_shards_with_another_end_token_open_only_with_its_name(data):
     config = settings(data)
     config.source, config.path, config.pack = "shards", str(data / "out"), "documents"
     with pytest.raises(ValueError, match=r"out was prepared with --end_token <\|end\|>: set data"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+        open_dataset(config, seq_len=8, seed=0, vocab_size=1000)
     config.end_token = "<|end|>"
-    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=1000)
     assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
 
 

@@ -28,7 +28,7 @@ def test_both_versions_are_written_and_read_to_the_byte(tmp_path, form):
     writer.append(np.asarray(form[2][1:], np.uint32))
     writer.close()
     assert (tmp_path / "a.bin").read_bytes() == shard_bytes(*form)
-    tokens, _ = open_shard(tmp_path / "a.bin")
+    tokens = open_shard(tmp_path / "a.bin")
     assert tokens.tolist() == form[2]
     assert isinstance(tokens, np.memmap)
 
@@ -45,7 +45,7 @@ def test_a_shard_is_valid_only_after_close(tmp_path):
     with pytest.raises(InputError, match="starts with 0"):
         open_shard(tmp_path / "a.bin")
     writer.close()
-    assert len(open_shard(tmp_path / "a.bin")[0]) == 10
+    assert len(open_shard(tmp_path / "a.bin")) == 10
 
 
 @pytest.mark.parametrize(

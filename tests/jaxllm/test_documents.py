@@ -209,7 +209,7 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
             tokenizer=str(tokenizer.path),
             cache_dir=str(tmp_path),
         )
-        val = open_dataset(again, seq_len=T, seed=0, vocab_size=None, training=False).val
+        val = open_dataset(again, seq_len=T, seed=0, vocab_size=1000, training=False).val
         stream = val.read(0, len(val))
         assert (stream == tokenizer.separator).sum() == 5
         rows = [stream[i : i + T + 1] for i in range(0, len(stream) - 1, T)]
