@@ -33,10 +33,11 @@ VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(argv), memory="lower --batch_size")
+    return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size")
 
 
-def _run(argv: list[str] | None) -> None:
+def _read(argv: list[str] | None) -> argparse.Namespace:
+    """The options, with those of the data as `overrides`; raises InputError for bad ones."""
     parser = Parser(
         prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],
@@ -60,16 +61,20 @@ def _run(argv: list[str] | None) -> None:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
-    overrides = read_overrides(rest)
-    for key in overrides:
+    args.overrides = read_overrides(rest)
+    for key in args.overrides:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
     given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
-    for option, kinds in (given | dict.fromkeys(overrides, ("data",))).items():
+    for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    return args
+
+
+def _run(args: argparse.Namespace) -> None:
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
@@ -80,13 +85,13 @@ def _run(argv: list[str] | None) -> None:
             raise InputError(f"--tasks: {e}; {fix}") from e
         print(evaluate(args))
     else:
-        print(validation(args, overrides))
+        print(validation(args))
 
 
-def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
+def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, overrides).data, training=False)
+        check_paths(_configuration(args.checkpoint, args.overrides).data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -97,7 +102,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
-    config = _configuration(weights.folder, overrides)
+    config = _configuration(weights.folder, args.overrides)
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"

@@ -166,7 +166,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if packing is not None:
         about |= {"step": weights.step, "packed_from": str(weights.folder)}
         size = write_packed(folder, run.model, packing, weights.param, about)
-        use = shlex.join(["jaxllm", "generate", "--checkpoint", str(out)])
+        use = f"jaxllm generate --checkpoint {shlex.quote(str(out))}"
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:
         write_peft(weights, folder)
@@ -180,7 +180,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     check_writable(out, checkpoints=True)
     about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
     write_checkpoint(folder / "checkpoints", weights, about)
-    train = shlex.join(["jaxllm", "train", "--config", str(out / "config.yaml")])
+    train = f"jaxllm train --config {shlex.quote(str(out / 'config.yaml'))}"
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 
