@@ -125,6 +125,7 @@ class Run:
         # Imported late, because JAX takes seconds and a bad command line should fail at once.
         import jax
 
+        from jaxllm import sharding
         from jaxllm.data import open_dataset
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
@@ -138,6 +139,7 @@ class Run:
             " model.remat=block"
         )
         self.mesh = launch.join_devices(config)
+        self.part = sharding.batch_part(self.mesh)
         self.world, self.rank = jax.process_count(), jax.process_index()
         self.holds = lambda: True
         if self.rank == 0:  # Checkpoints would delete another process's running save
@@ -202,7 +204,7 @@ class Run:
         again: whether this run has rolled back to its first step, which it does only once.
         """
         batches = self.dataset.train_batches(
-            self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
+            self.config.train.batch_size, *self.part, start_sample=self.samples
         )
         try:
             with memory_errors(self.advice):
@@ -327,7 +329,7 @@ class Run:
 
         from jaxllm.train.verify import first_not_finite
 
-        batches = self.dataset.train_batches(train.batch_size, *self.trainer.batch_part, sample)
+        batches = self.dataset.train_batches(train.batch_size, *self.part, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
@@ -349,8 +351,7 @@ class Run:
         """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
-        part, most = self.trainer.batch_part, train.eval_batches
-        for batch in self.dataset.val_batches(train.batch_size, *part, most):
+        for batch in self.dataset.val_batches(train.batch_size, *self.part, train.eval_batches):
             loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)

@@ -224,13 +224,8 @@ class Trainer:
         packed = ["segment_ids", "positions"] if self.config.data.packed else []
         return dict.fromkeys(["tokens", "labels", *packed], like)
 
-    @functools.cached_property
-    def batch_part(self) -> tuple[int, int]:
-        """(i, n): this process reads the i-th of n equal parts of each batch."""
-        return sharding.batch_part(self.mesh)
-
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """Makes global arrays from this process's `batch_part` of the rows of a batch (numpy)."""
+        """Global arrays of this process's rows of a batch (numpy), its `sharding.batch_part`."""
         return jax.make_array_from_process_local_data(self.batch_sharding, batch)
 
     def trace_train_step(self) -> jax.stages.Traced:
@@ -261,13 +256,12 @@ class Trainer:
         state = self.abstract_state()
         return Checked(state, state.params, state.saved())
 
-    def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
+    def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
 
         params: of the whole model (`whole`).
-        graph: as the train step computes it (`step_graph`), perhaps in fp8; None: never in fp8.
         """
-        step = jax.jit(functools.partial(self._loss_sum, graph=graph or self.graph))
+        step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
         def run(params, batch):
             with jax.set_mesh(self.mesh):
