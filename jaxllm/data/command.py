@@ -89,15 +89,7 @@ def _prepare(args: Namespace) -> None:
     if args.source == "chat":
         print(*prepare_chat(source, tokenizer, args.loss, args.out), sep="\n")
         return
-    tokens = prepare(
-        source,
-        tokenizer,
-        args.out,
-        special=args.special_tokens,
-        end_token=args.end_token,
-        shard_tokens=args.shard_tokens,
-        val_fraction=args.val_fraction,
-    )
+    tokens = prepare(source, tokenizer, args)
     print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
     read = _READ[args.special_tokens]
     print(f"{tokens['names']:,} names of special tokens in the text, {read}")

@@ -99,25 +99,26 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
 # Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
 # tokenizer, vocabulary, fingerprint, a line about them).
 def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
-    source, val_source = Source(config.source, found.files, config.text_column), None
+    source = Source(config.source, found.files, config.text_column)
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
         key, path = ("val_path", config.val_path) if only_val else ("path", config.path)
         raise InputError(f"data.{key}={path} is empty")
+    parts, val_content = [("text", source, held_out)], None
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
-        source = source.without(val_source, cache)
+        source, val_content = source.without(val_source, cache), val_source.digest(cache)
+        parts = [("training text", source, 0.0), ("validation text", val_source, 1.0)]
     what = _describe(config, found, val_found, len(source.files))
 
     content, entries = source.digest(cache), config.tokenizer_vocab_size
     path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
     tokenizer = Tokenizer(path, end_token=config.end_token)
     _vocabulary(tokenizer, vocab_size)
-    val_content = val_source.digest(cache) if val_source else None
     special = config.special_tokens
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
-    folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
+    folder = cached_tokens(parts, tokenizer, special, cache / f"tokens-{fingerprint[:16]}")
     counts = read_json(folder / "counts.json")
     size = _vocabulary(tokenizer, vocab_size, counts["largest"])
     for name, written in counts.get("sha256", {}).items():  # older caches have none

@@ -158,12 +158,9 @@ class Tokenizer:
     def _name(self, i: int) -> str:
         return self._library.id_to_token(i) or f"id {i}"
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text.
-
-        special: whether the names of special tokens in it are these tokens, not plain text.
-        """
-        return self._checked(self._ids(text, special))
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, in which the names of special tokens are these tokens."""
+        return self._checked(self._ids(text, True))
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         args = parser.parse_args(argv)
         check_exists(args.source)
-        convert(args.source, args.out, args.step, args.dtype, _packing(args), args.merge)
+        convert(args, _packing(args))
 
     return exit_status(run, interrupted="interrupted: nothing was written")
 
@@ -75,25 +75,19 @@ def _packing(args: argparse.Namespace):
     return Packing(format, bits, group, not args.asymmetric, head)
 
 
-def convert(
-    source: Path,
-    out: Path,
-    step: int | None = None,
-    dtype: str | None = None,
-    packing=None,
-    merge: bool = False,
-) -> None:
+def convert(args: argparse.Namespace, packing) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
-    step: only for a run; dtype: only for a run that becomes a Hugging Face folder.
-    packing: a Packing, which makes a folder of packed weights.
-    merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    args: the options.  step: only for a run; dtype: only for a run that becomes a Hugging Face
+        folder; merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    packing: a Packing, which makes a folder of packed weights; or None.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
     from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.pretrained import open_weights
 
-    source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
+    source, out = args.source, args.out.absolute()  # what is printed works in every directory
+    step, dtype, merge = args.step, args.dtype, args.merge
     plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
     if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")

@@ -23,10 +23,9 @@ def test_every_text_survives_a_round_trip(tokenizer_path):
     assert tokenizer.decode(ids) == text
     assert max(ids) < tokenizer.vocab_size <= 280
     assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
-    ids = tokenizer.encode(text, special=False)
+    (ids,) = tokenizer.encode_parts([("", text)])
     assert tokenizer.eos not in ids
     assert tokenizer.decode(ids) == text
-    assert [x.tolist() for x in tokenizer.encode_parts([("", text)])] == [ids]
 
 
 def test_training_is_deterministic(tokenizer_path):
