@@ -47,10 +47,7 @@ def choose(name: str) -> None:
 def dataset(config):
     from jaxllm.data import open_dataset
 
-    train = config.train
-    return open_dataset(
-        config.data, seq_len=train.seq_len, seed=train.seed, vocab_size=config.model.vocab_size
-    )
+    return open_dataset(config)
 
 
 def losses(config, programs: dict) -> tuple[float, float, float]:

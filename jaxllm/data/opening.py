@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from jaxllm.config import DataConfig
+from jaxllm.config import Config, DataConfig
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
@@ -19,16 +19,14 @@ from jaxllm.text import Tokenizer
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
 
 
-def open_dataset(
-    config: DataConfig, *, seq_len: int, seed: int, vocab_size: int, training: bool = True
-) -> Dataset:
+def open_dataset(run: Config, *, training: bool = True) -> Dataset:
     """Opens the configured data; the first run trains the tokenizer and encodes the text.
 
-    vocab_size: the model's.
     training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
     and may be shorter than a window.
     Raises InputError for bad data.
     """
+    config, seq_len, vocab_size = run.data, run.train.seq_len, run.model.vocab_size
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
     paths = check_paths(config, training=training)
@@ -60,7 +58,7 @@ def open_dataset(
         train=train,
         val=val,
         seq_len=seq_len,
-        seed=seed,
+        seed=run.train.seed,
         shuffle=config.shuffle,
         prefetch=config.prefetch,
     )

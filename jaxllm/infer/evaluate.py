@@ -108,13 +108,7 @@ def validation(args: argparse.Namespace) -> str:
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
         )
-    data = open_dataset(
-        config.data,
-        seq_len=config.train.seq_len,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-        training=False,
-    )
+    data = open_dataset(config, training=False)
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())

@@ -198,8 +198,6 @@ class Board:
 
     def __init__(self, folder: Path, start: int):
         from tensorboardX.event_file_writer import EventsWriter
-
-        # pyrefly: ignore[missing-module-attribute]
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(exist_ok=True)

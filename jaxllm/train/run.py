@@ -153,12 +153,8 @@ class Run:
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and weights.text) if newest is None else out_dir
-        self.dataset = open_dataset(
-            launch.with_models_tokenizer(config.data, origin),
-            seq_len=train.seq_len,
-            seed=train.seed,
-            vocab_size=config.model.vocab_size,
-        )
+        data = launch.with_models_tokenizer(config.data, origin)
+        self.dataset = open_dataset(config.model_copy(update={"data": data}))
         self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples, saved, changed = 0, 0, {}, ""
         if newest is not None:

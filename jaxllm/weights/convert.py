@@ -159,7 +159,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     about = {"config": run.model_dump()} | tokenizer_digest(folder)
     if packing is not None:
         about |= {"step": weights.step, "packed_from": str(weights.folder)}
-        size = write_packed(folder, run.model, packing, weights.param, about)
+        size = write_packed(folder, run.model, packing, weights, about)
         use = f"jaxllm generate --checkpoint {shlex.quote(str(out))}"
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:

@@ -8,9 +8,9 @@ from hashlib import sha256
 
 import pytest
 import tokenizers
-from data_settings import flipped_byte, settings
+from data_settings import flipped_byte, opened, settings
 
-from jaxllm.data import cache, corpus, open_dataset, prepare, sources
+from jaxllm.data import cache, corpus, prepare, sources
 from jaxllm.data.command import main
 from jaxllm.data.shards import open_shard
 from jaxllm.errors import InputError
@@ -57,7 +57,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
 
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
-    dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+    dataset = opened(config, vocab_size=300)
     text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
     train, val = (x.split("<|endoftext|>")[1:] for x in text)
     assert sorted(train + val) == sorted(DOCUMENTS)
@@ -66,7 +66,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert f"{len(dataset.train):,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
     flipped_byte(data / "out/val_000002.bin")
     with pytest.raises(InputError, match=r"val_000002\.bin is damaged: its tokens have changed"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+        opened(config, vocab_size=300)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
@@ -97,7 +97,7 @@ def test_a_single_document_gives_no_validation_shard_and_still_trains(data, caps
     assert "without data.val_path, training holds out" in capsys.readouterr().out
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
-    assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
+    assert opened(config, vocab_size=300).val_tokens > 8
 
 
 class Killed(BaseException):
@@ -209,7 +209,7 @@ def test_an_incomplete_folder_does_not_open(data, monkeypatch):
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
     with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+        opened(config, vocab_size=300)
 
 
 def test_shards_with_another_end_token_open_only_with_its_name(data):
@@ -220,10 +220,10 @@ def test_shards_with_another_end_token_open_only_with_its_name(data):
     config = settings(data)
     config.source, config.path, config.pack = "shards", str(data / "out"), "documents"
     with pytest.raises(ValueError, match=r"out was prepared with --end_token <\|end\|>: set data"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=1000)
+        opened(config)
     config.end_token = "<|end|>"
-    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=1000)
-    assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
+    found = opened(config)
+    assert found.separator == library.token_to_id("<|end|>") == found.train.read(0, 1)
 
 
 def test_a_job_is_known_by_the_content_of_its_files(data, capsys):
