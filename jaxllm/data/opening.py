@@ -50,6 +50,7 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
+        run=run,
         description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
         vocab_size=size,
@@ -57,10 +58,6 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
         separator=separator,
         train=train,
         val=val,
-        seq_len=seq_len,
-        seed=run.train.seed,
-        shuffle=config.shuffle,
-        prefetch=config.prefetch,
     )
 
 

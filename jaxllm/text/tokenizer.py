@@ -279,7 +279,7 @@ class Tokenizer:
             self.check(self._entries, ids)
         return ids
 
-    def check(self, vocab_size: int, ids: Iterable[int] | None = None) -> None:
+    def check(self, vocab_size: int, ids: Iterable[int] = ()) -> None:
         """Raises InputError if this cannot be the tokenizer of a model of `vocab_size` entries.
 
         A few tokens may be beyond it, as long as no text has them.  ids: of a text.
@@ -289,7 +289,7 @@ class Tokenizer:
                 f"{self.path} has {self.vocab_size} entries, more than the model's"
                 f" {vocab_size} (model.vocab_size): it belongs to another model"
             )
-        beyond = max(ids, default=0) if ids is not None else 0
+        beyond = max(ids, default=0)
         if beyond >= vocab_size:
             raise InputError(
                 f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
