@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import Tokens
-from jaxllm.data.opening import check_paths
+from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
@@ -96,7 +96,6 @@ def validation(args: argparse.Namespace) -> str:
     import jax
     from flax import nnx
 
-    from jaxllm.data import open_dataset
     from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh

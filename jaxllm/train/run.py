@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
-from jaxllm.data.opening import check_paths
+from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker, print_line
@@ -126,7 +126,6 @@ class Run:
         import jax
 
         from jaxllm import sharding
-        from jaxllm.data import open_dataset
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.profiling import StepClock, StepTrace

@@ -21,6 +21,8 @@ from pathlib import Path
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.text import Tokenizer, present
+from jaxllm.text.files import copy_companions, take_ids
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +181,6 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
-    from jaxllm.text.files import take_ids
     from jaxllm.weights.huggingface import write_tensors
     from jaxllm.weights.huggingface_config import config_json
     from jaxllm.weights.places import places
@@ -197,14 +198,11 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     return f"the checkpoint of step {weights.step} as a Hugging Face folder"
 
 
-def _copy_text(weights, target: Path):
+def _copy_text(weights, target: Path) -> Tokenizer | None:
     """Copies what a folder says about its text.
 
     Returns the tokenizer; None, said on the screen, without one that is read.
     """
-    from jaxllm.text import Tokenizer, present
-    from jaxllm.text.files import copy_companions
-
     run = weights.run
     given = run and run.data.tokenizer
     path = folder = weights.text
