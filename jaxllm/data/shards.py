@@ -20,11 +20,6 @@ MAX_TOKENS = 2**31 - 1  # header[2] is an int32
 _CHUNK = 1 << 22  # tokens that the scan reads at a time: at most 16 MiB
 
 
-def format_for(vocab_size: int) -> int:
-    """Returns the magic number of the narrower format that holds ids below `vocab_size`."""
-    return 20240520 if vocab_size <= 1 << 16 else 20240801
-
-
 def open_shard(path: Path) -> np.ndarray:
     """Memory-maps the tokens of a shard.
 
@@ -97,7 +92,7 @@ class ShardWriter:
         self.path = path
         self.count = keep
         self.sha256 = hashlib.sha256()
-        self._magic = format_for(vocab_size)
+        self._magic = 20240520 if vocab_size <= 1 << 16 else 20240801  # the narrower, if it fits
         self._version, self._dtype = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize
         if keep and not (path.exists() and path.stat().st_size >= end):
