@@ -112,8 +112,7 @@ def validation(args: argparse.Namespace) -> str:
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
-    size = min(args.batch_size or config.train.batch_size, len(samples))
-    size = round_up(size, mesh.size)
+    size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh), progress_bar("evaluating", len(samples), size=False) as done:
         graph, params = load_model(weights, mesh)
@@ -174,7 +173,8 @@ def hellaswag(args: argparse.Namespace) -> str:
     acc chooses the ending by its log-likelihood, acc_norm by its log-likelihood per character.
     Texts are prepared as in lm-evaluation-harness.
     """
-    questions = read_hellaswag(args.hellaswag)[: args.limit]
+    lines, where = read_lines(args.hellaswag, "--hellaswag"), f"--hellaswag {args.hellaswag}, line"
+    questions = [_question(line, f"{where} {number}") for number, line in lines][: args.limit]
 
     from jaxllm.infer.decode import open_run, open_tokenizer
     from jaxllm.infer.scoring import Scorer
@@ -198,16 +198,8 @@ def hellaswag(args: argparse.Namespace) -> str:
     )
 
 
-def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
-    """(context, endings, index of the right one) of every line.
-
-    Raises InputError with the line number.
-    """
-    lines = read_lines(path, "--hellaswag")
-    return [_question(line, f"--hellaswag {path}, line {number}") for number, line in lines]
-
-
 def _question(line: str, where: str) -> tuple[str, list[str], int]:
+    """(context, endings, index of the right one); raises InputError with `where`, the line."""
     try:
         page = json.loads(line)
         split = "ctx_a" in page

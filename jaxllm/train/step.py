@@ -26,6 +26,8 @@ from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_sharding
 from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
+_is_variable = lambda node: isinstance(node, nnx.Variable)
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
@@ -56,10 +58,6 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
     graph, _, keys = nnx.split(abstract(config.model, config.train.fp8), nnx.Param, DropoutKey)
     return graph, keys
-
-
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
 
 
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
@@ -167,7 +165,8 @@ class Trainer:
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state, copies = self.optimizer.init(params), self._make_copies(params)
-        return TrainState(jnp.int32(0), params, opt_state, optim.new_watch(), copies)
+        watch = optim.Watch(jnp.full(optim.WINDOW, jnp.inf, jnp.float32), jnp.int32(0))
+        return TrainState(jnp.int32(0), params, opt_state, watch, copies)
 
     def _placed(self, params: nnx.State, shardings: nnx.State) -> nnx.State:
         """Arrays like the parameters, which a split optimizer moves to these shardings."""

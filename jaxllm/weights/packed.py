@@ -185,8 +185,7 @@ def _groups(params: dict[str, nnx.Variable], packing: Packing) -> Iterator[int |
 def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, about: dict) -> int:
     """Writes packed.safetensors and packed.json; returns the size of packed.safetensors in bytes.
 
-    weights: their `param` returns the float32 parameter of a dotted path; called once for each, in
-        turn.
+    weights: their `param` is called once for each dotted path, in turn; it returns float32.
     about: further keys of packed.json, with `step`.
     """
     parts = layout(config, packing)
