@@ -29,7 +29,7 @@ COMMANDS = {  # {command: (module with its `main`, summary)}
     "evaluate": ("jaxllm.infer.evaluate", "loss and perplexity, HellaSwag, lm-evaluation-harness"),
     "report": ("jaxllm.train.report", "one HTML page about one or more runs"),
     "convert": ("jaxllm.weights.convert", "Hugging Face folders to runs, and back"),
-    "data": ("jaxllm.data.__main__", "prepare: text to token shards; train-tokenizer: a BPE"),
+    "data": ("jaxllm.data.command", "prepare: text to token shards; train-tokenizer: a BPE"),
     "benchmark": ("pallas_kernels.bench.run", "time every kernel against XLA and cuDNN"),
 }
 

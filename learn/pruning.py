@@ -164,9 +164,7 @@ class Sweep:
 def read_data(config: Config) -> tuple[dict, dict]:
     """Batches for all steps, and batches for the validation loss: tokens and labels (n, B, T)."""
     train = config.train
-    data = open_dataset(
-        config.data, seq_len=train.seq_len, seed=train.seed, vocab_size=config.model.vocab_size
-    )
+    data = open_dataset(config)
     stack = lambda rows: jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     endless = data.train_batches(train.batch_size, 0, 1)
     batches = stack([next(endless) for _ in range(train.steps)])

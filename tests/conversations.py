@@ -4,10 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import data_settings
 import numpy as np
 
 from jaxllm.config import DataConfig
-from jaxllm.data import open_dataset
 
 FOLDER = Path(__file__).parent / "fixtures" / "text"
 TEMPLATE = (
@@ -62,7 +62,7 @@ def settings(folder):
 
 
 def opened(config, seq_len=T, **changes):
-    return open_dataset(DataConfig(**config | changes), seq_len=seq_len, seed=3, vocab_size=None)
+    return data_settings.opened(DataConfig(**config | changes), seq_len=seq_len, seed=3)
 
 
 def rows_of(data):

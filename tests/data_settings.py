@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from jaxllm.data import open_dataset
 from jaxllm.data.paths import find_files
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Source
@@ -27,6 +28,16 @@ def settings(tmp_path):
         pack="stream",
         prefetch=2,
     )
+
+
+def opened(data, *, seq_len=8, seed=0, vocab_size=1000, training=True):
+    """The data set of a run with this data configuration."""
+    train, model = (
+        SimpleNamespace(seq_len=seq_len, seed=seed),
+        SimpleNamespace(vocab_size=vocab_size),
+    )
+    run = SimpleNamespace(data=data, train=train, model=model)
+    return open_dataset(run, training=training)
 
 
 def write_shard(path, tokens, vocab_size=1000):

@@ -31,7 +31,7 @@ PHASES = {  # {module:function: phase}; what a commit lacks is left out
     "jaxllm.train.launch:join_devices": "devices",
     "jaxllm.train.launch:make_trainer": "shapes of the model",
     "jaxllm.train.launch:open_initial_weights": "weights opened",
-    "jaxllm.data:open_dataset": "data",
+    "jaxllm.train.run:open_dataset": "data",
     "jaxllm.train.launch:initial_state": "state",
     "jaxllm.train.step:Trainer.trace_train_step": "trace",
     "jax.stages:Traced.lower": "lower",

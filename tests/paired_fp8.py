@@ -47,10 +47,7 @@ def choose(name: str) -> None:
 def dataset(config):
     from jaxllm.data import open_dataset
 
-    train = config.train
-    return open_dataset(
-        config.data, seq_len=train.seq_len, seed=train.seed, vocab_size=config.model.vocab_size
-    )
+    return open_dataset(config)
 
 
 def losses(config, programs: dict) -> tuple[float, float, float]:
@@ -59,6 +56,8 @@ def losses(config, programs: dict) -> tuple[float, float, float]:
     The first validation loss is in bfloat16, the second in the training step's own forward pass.
     programs: by train.fp8 and train.steps, compiled once, because they do not depend on the seed.
     """
+    import jax
+
     from jaxllm import sharding
     from jaxllm.train.step import Trainer
 
@@ -69,20 +68,21 @@ def losses(config, programs: dict) -> tuple[float, float, float]:
         programs[key] = (
             trainer.trace_train_step().lower().compile(),
             trainer.eval_step(),
-            trainer.eval_step(trainer.step_graph),
+            jax.jit(trainer._loss_sum),  # in fp8, as the train step computes it
         )
     (step, *both), state = programs[key], trainer.init()
-    batches = data.train_batches(train.batch_size, *trainer.batch_part)
+    batches = data.train_batches(train.batch_size, *sharding.batch_part(trainer.mesh))
     found = []
     for _ in range(train.steps):
         state, metrics = step(state, trainer.put_batch(next(batches)))
         found.append(metrics["loss"])
     batches.close()
-    validation = data.val_batches(train.batch_size, *trainer.batch_part, BATCHES)
+    validation = data.val_batches(train.batch_size, *sharding.batch_part(trainer.mesh), BATCHES)
     held_out = [trainer.put_batch(batch) for batch in validation]
 
     def mean_loss(evaluate):
-        sums = [evaluate(state.params, batch) for batch in held_out]
+        with jax.set_mesh(trainer.mesh):
+            sums = [evaluate(state.params, batch) for batch in held_out]
         total, count = (sum(float(x) for x in xs) for xs in zip(*sums, strict=True))
         return total / count
 
@@ -100,7 +100,9 @@ def compare_gradients(config) -> None:
 
     trainer = Trainer(config, sharding.make_mesh(config.mesh))
     step, state = trainer.trace_train_step().lower().compile(), trainer.init()
-    batches = dataset(config).train_batches(config.train.batch_size, *trainer.batch_part)
+    batches = dataset(config).train_batches(
+        config.train.batch_size, *sharding.batch_part(trainer.mesh)
+    )
     for _ in range(config.train.steps):
         state, _ = step(state, trainer.put_batch(next(batches)))
     batch = trainer.put_batch(next(batches))

@@ -1,7 +1,7 @@
 """Compares the losses of our kernels with those of XLA's forms in paired runs of GPT-2 124M.
 
-    python -m jaxllm.data train-tokenizer --source stdlib --vocab_size 16384 --out tok.json
-    python -m jaxllm.data prepare --source stdlib --tokenizer tok.json --out shards \\
+    jaxllm data train-tokenizer --source stdlib --vocab_size 16384 --out tok.json
+    jaxllm data prepare --source stdlib --tokenizer tok.json --out shards \\
         --val_fraction 0.03
     python tests/paired_losses.py run auto shards losses.jsonl --seeds 0 16
     python tests/paired_losses.py run xla shards losses.jsonl --seeds 0 16

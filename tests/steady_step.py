@@ -189,7 +189,7 @@ def show_parts(kernels: list[Kernel], steps: int) -> None:
 
 def part(kernel: Kernel) -> str:
     """The part of a step that a kernel belongs to, one of PARTS."""
-    in_block = "_run_block" in kernel.op
+    in_block = "run_block" in kernel.op
     if kernel.name.startswith("Mem"):  # copies and memsets
         return "biases and the rest"
     if re.search("nvjet|gemm|cublas|cutlass|splitK|matmul", kernel.name):

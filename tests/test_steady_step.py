@@ -6,7 +6,7 @@ import pytest
 from steady_step import FIRST, Kernel, kernels, part, show
 
 STEP = "jit(_train_step)"
-BLOCK = f"{STEP}/transpose(jvp(jit(_run_block)))"
+BLOCK = f"{STEP}/transpose(jvp(jit(run_block)))"
 REST = "AdamW, norms, copies"
 
 

@@ -8,7 +8,7 @@ describe.py      the text of --help
 command_line.py  the options of `jaxllm train`, and what all commands share
 """
 
-from jaxllm.config.loading import CONFIG_DIR, load, plain_message
+from jaxllm.config.loading import CONFIG_DIR, load, plain_message, sampling
 from jaxllm.config.model import (
     FORMATS,
     MODEL_CONFIGS,
@@ -26,6 +26,7 @@ from jaxllm.config.sections import (
     MeshConfig,
     OptimizerConfig,
     SampleConfig,
+    Sampling,
     TrainConfig,
 )
 from jaxllm.errors import InputError

@@ -181,8 +181,7 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.option("--processes N", "train in N processes, each with one GPU")
     parser.option(
-        "--process I",
-        "start only process I (from 0) of N, on this machine, with all of its GPUs",
+        "--process I", "start only process I (from 0) of N, on this machine, with all of its GPUs"
     )
     parser.option(
         "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"

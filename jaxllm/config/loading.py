@@ -38,7 +38,6 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     for section, values in raw.items():
         if section in Config.model_fields and not isinstance(values, dict):
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
-    raw.get("train", {}).pop("fp8_report_every", None)  # of runs of an earlier version
     model = raw.get("model", {})
     kind = (overrides or {}).get("model.type", model.get("type"))
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:

@@ -201,8 +201,7 @@ class SampleConfig(Section):
     tokens: Natural = Field(200, description="number of tokens to write; 0: no sample")
     every: Natural = Field(0, description="steps between samples; 0: only at the end")
     temperature: Annotated[float, Field(ge=0)] = Field(
-        0.8,
-        description="0: always the most likely token; higher: more random",
+        0.8, description="0: always the most likely token; higher: more random"
     )
     top_k: Natural = Field(50, description="sample among the k most likely tokens; 0: all")
     top_p: Annotated[float, Field(ge=0, le=1)] = Field(

@@ -11,6 +11,7 @@ chat.py       a record -> messages -> text by the chat template, and what of it 
 encoded.py    conversations -> tokens with and without loss, cached or prepared
 packing.py    these -> rows
 prepare.py    jaxllm data prepare: text -> shards, restartable
+command.py    the command line of jaxllm data
 """
 
 from jaxllm.data.loader import Dataset

@@ -133,23 +133,14 @@ def cached_tokenizer(
 
 
 def cached_tokens(
-    source: Source,
-    val_source: Source | None,
-    held_out: float,
-    tokenizer: Tokenizer,
-    special: str,
-    key: str,
-    cache: Path,
+    parts: list[tuple[str, Source, float]], tokenizer: Tokenizer, special: str, folder: Path
 ) -> Path:
-    """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
+    """Returns the folder with train.bin, val.bin and counts.json, and writes it if needed.
 
+    parts: (what it is, for people; documents; the fraction of them that val.bin gets, chosen by a
+        hash of their names).
     special: what names of special tokens in the text are, for `encode`.
-    val.bin gets the fraction `held_out` of the source's documents, chosen by a hash of their names,
-    and all of `val_source`.
     """
-    parts = [("text", source, held_out)]
-    if val_source is not None:
-        parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
     def encoded() -> Iterator[tuple[Part, bool]]:
         for what, part_source, fraction in parts:
@@ -177,4 +168,4 @@ def cached_tokens(
         sha256 = {writer.path.name: writer.sha256.hexdigest() for writer in writers.values()}
         write_json(folder / "counts.json", counts | {"sha256": sha256})
 
-    return build_once(cache / f"tokens-{key[:16]}", build)
+    return build_once(folder, build)

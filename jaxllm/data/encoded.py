@@ -145,7 +145,7 @@ class Encoded:
             raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
         path = folder / PREPARED[1]
         check_shard(path, cache_folder(None), 1 << 32, self.page.get("written"))
-        self.entries = Tokens([open_shard(path)[0]])
+        self.entries = Tokens([open_shard(path)])
         if len(self.entries) != self.lengths.sum():
             raise InputError(f"{folder} is damaged: its files differ in length; delete it")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
@@ -105,6 +106,7 @@ class _Windows:
 class Dataset:
     """Training and validation tokens of one corpus.
 
+    run: the configuration, which says how long samples are and in which order they come.
     description: one line for people.
     fingerprint: hash of the tokens' origin; a run resumes only with the same fingerprint.
     vocab_size: exclusive upper bound of the ids.
@@ -113,6 +115,7 @@ class Dataset:
     train, val: tokens, or conversations that are packed already.
     """
 
+    run: Config
     description: str
     fingerprint: str
     vocab_size: int
@@ -120,10 +123,6 @@ class Dataset:
     separator: int | None
     train: Tokens | Packed
     val: Tokens | Packed
-    seq_len: int
-    seed: int
-    shuffle: bool
-    prefetch: int
 
     @property
     def val_tokens(self) -> int:
@@ -133,7 +132,7 @@ class Dataset:
         """The samples of train or val; whole: with every label once, also of a last window."""
         if not isinstance(part, Tokens):
             return part
-        return _Windows(part, self.seq_len, self.separator, whole)
+        return _Windows(part, self.run.train.seq_len, self.separator, whole)
 
     def train_batches(
         self, batch_size: int, rank: int, world: int, start_sample: int = 0
@@ -147,8 +146,8 @@ class Dataset:
         import grain
 
         samples = grain.MapDataset.source(self.samples(self.train))
-        if self.shuffle:
-            samples = samples.seed(self.seed % 2**32).shuffle()
+        if self.run.data.shuffle:
+            samples = samples.seed(self.run.train.seed % 2**32).shuffle()
         return self._batches(samples.repeat(), batch_size, start_sample, rank, world)
 
     def val_batches(
@@ -179,6 +178,6 @@ class Dataset:
             raise InputError(f"batch_size={batch_size} is not a multiple of the {world} ranks")
         parts = samples[start:].batch(batch_size // world, drop_remainder=True)
         # One thread is enough: 32 x 1024 tokens take 2 to 3 ms on one core (70 us per sample).
-        threads = 1 if self.prefetch else 0
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
+        ahead = self.run.data.prefetch
+        options = grain.ReadOptions(num_threads=1 if ahead else 0, prefetch_buffer_size=ahead)
         return iter(parts[rank::world].to_iter_dataset(options))

@@ -1,11 +1,9 @@
 """The data section of a configuration -> a Dataset: finds files, encodes text, holds out a part."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from jaxllm.config import Config, DataConfig
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
@@ -18,22 +16,17 @@ from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.text import Tokenizer
 
-if TYPE_CHECKING:  # only types need it, and it is slow to import
-    from jaxllm.config import DataConfig
-
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
 
 
-def open_dataset(
-    config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None, training: bool = True
-) -> Dataset:
+def open_dataset(run: Config, *, training: bool = True) -> Dataset:
     """Opens the configured data; the first run trains the tokenizer and encodes the text.
 
-    vocab_size: the model's, or None to take the data's.
     training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
     and may be shorter than a window.
     Raises InputError for bad data.
     """
+    config, seq_len, vocab_size = run.data, run.train.seq_len, run.model.vocab_size
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
     paths = check_paths(config, training=training)
@@ -43,11 +36,12 @@ def open_dataset(
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
         found, by_name = by_split(config.source, found, validates="val_path" not in paths)
         val_found = paths.get("val_path", by_name)
-    opens = {"chat": _open_chat, "shards": _open_shards}.get(config.source, _open_text)
-    asked = (config, found, val_found, cache, vocab_size, only_val, seq_len)
-    train, val, tokenizer, size, fingerprint, what = opens(*asked)
-    separator = None
-    if isinstance(train, Tokens) and isinstance(val, Tokens):  # conversations are packed already
+    asked, separator = (config, found, val_found, cache, vocab_size, only_val), None
+    if config.source == "chat":  # conversations are packed already
+        train, val, tokenizer, size, fingerprint, what = _open_chat(*asked, seq_len)
+    else:
+        opens = _open_shards if config.source == "shards" else _open_text
+        train, val, tokenizer, size, fingerprint, what = opens(*asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -56,6 +50,7 @@ def open_dataset(
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
+        run=run,
         description=f"{what}, vocabulary {size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
         vocab_size=size,
@@ -63,10 +58,6 @@ def open_dataset(
         separator=separator,
         train=train,
         val=val,
-        seq_len=seq_len,
-        seed=seed,
-        shuffle=config.shuffle,
-        prefetch=config.prefetch,
     )
 
 
@@ -102,31 +93,32 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
 
 # Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
 # tokenizer, vocabulary, fingerprint, a line about them).
-def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val, _):
-    source, val_source = Source(config.source, found.files, config.text_column), None
+def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
+    source = Source(config.source, found.files, config.text_column)
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
         key, path = ("val_path", config.val_path) if only_val else ("path", config.path)
         raise InputError(f"data.{key}={path} is empty")
+    parts, val_content = [("text", source, held_out)], None
     if val_found.files:
         val_source, held_out = replace(source, files=val_found.files), 0.0
-        source = source.without(val_source, cache)
+        source, val_content = source.without(val_source, cache), val_source.digest(cache)
+        parts = [("training text", source, 0.0), ("validation text", val_source, 1.0)]
     what = _describe(config, found, val_found, len(source.files))
 
     content, entries = source.digest(cache), config.tokenizer_vocab_size
     path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
     tokenizer = Tokenizer(path, end_token=config.end_token)
     _vocabulary(tokenizer, vocab_size)
-    val_content = val_source.digest(cache) if val_source else None
     special = config.special_tokens
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
-    folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
+    folder = cached_tokens(parts, tokenizer, special, cache / f"tokens-{fingerprint[:16]}")
     counts = read_json(folder / "counts.json")
     size = _vocabulary(tokenizer, vocab_size, counts["largest"])
     for name, written in counts.get("sha256", {}).items():  # older caches have none
         check_shard(folder / name, cache, size, written)
-    train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
+    train, val = (open_shard(folder / name) for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {what}"
     if counts["names"]:
@@ -135,7 +127,7 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val, _):
+def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
@@ -153,16 +145,14 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
     tokenizers = [Tokenizer(path, end_token=config.end_token) for path in paths]
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
-    if tokenizer := next(iter(tokenizers), None):
-        size = _vocabulary(tokenizer, vocab_size)
-    else:
-        size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
+    tokenizer = next(iter(tokenizers), None)
+    size = _vocabulary(tokenizer, vocab_size) if tokenizer else vocab_size
     scan = lambda path: check_shard(path, cache, size, written.get(path))
     content = {path: scan(path) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]
-    train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
+    train, val = (Tokens([open_shard(p) for _, p in group]) for group in (files, val_files))
     what = f"shards: {_describe(config, found, val_found, len(files) + len(val_files) * only_val)}"
     return train, val, tokenizer, size, digest("shards", digests), what
 
@@ -200,10 +190,8 @@ def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val
     return train, val, tokenizer, size, fingerprint, what
 
 
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None, largest: int = 0) -> int:
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, largest: int = 0) -> int:
     """The bound of the ids; raises InputError if tokenizer or largest id are not the model's."""
-    if vocab_size is None:
-        return tokenizer.vocab_size
     tokenizer.check(vocab_size, [largest])
     return min(tokenizer.vocab_size, vocab_size)
 

@@ -8,6 +8,7 @@ complete.
 
 import contextlib
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +81,19 @@ class _Split:
         self._writer.close(complete=False)
 
 
-def prepare(
-    source: Source,
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
-    shard_tokens: int,
-    val_fraction: float,
-    special: str = "text",
-    end_token: str | None = None,
-) -> dict[str, int]:
+def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, int]:
     """Encodes all documents into shards of `shard_tokens`.
 
+    args: the options of `jaxllm data prepare`.
     Returns the tokens of each split, and the number of names of special tokens in the text, which
-    are plain text or, with special="tokens", these tokens.
+    are plain text or, with special_tokens="tokens", these tokens.
     The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
     at least one document unless there is only one.
     end_token: what `tokenizer` was opened with; training must name it, too.
     Raises InputError if `out` holds anything but this same job, incomplete or done.
     """
+    out, special = args.out, args.special_tokens
+    shard_tokens, val_fraction = args.shard_tokens, args.val_fraction
     if not 0 < shard_tokens <= MAX_TOKENS:
         raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
     if not 0 <= val_fraction < 1:
@@ -134,7 +129,7 @@ def prepare(
         tokens["names"] = state["names"]
         each, cache = sorted(out.glob("*.bin")), cache_folder(None)
         page = {"sha256": {shard.name: check_shard(shard, cache, size) for shard in each}}
-        page |= {"job": job, "done": True, "tokens": tokens, "end_token": end_token}
+        page |= {"job": job, "done": True, "tokens": tokens, "end_token": args.end_token}
         write_json(path, page)
         return tokens
 

@@ -14,22 +14,14 @@ from jaxllm.data.cache import cached
 from jaxllm.errors import InputError
 
 HEADER_BYTES = 256 * 4
-# magic -> (version, dtype, vocabulary size of the model that the format was made for)
-FORMATS = {
-    20240520: (1, np.dtype("<u2"), 50257),
-    20240801: (7, np.dtype("<u4"), 128256),
-}
+# magic -> (version, dtype)
+FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 MAX_TOKENS = 2**31 - 1  # header[2] is an int32
 _CHUNK = 1 << 22  # tokens that the scan reads at a time: at most 16 MiB
 
 
-def format_for(vocab_size: int) -> int:
-    """Returns the magic number of the narrower format that holds ids below `vocab_size`."""
-    return 20240520 if vocab_size <= 1 << 16 else 20240801
-
-
-def open_shard(path: Path) -> tuple[np.ndarray, int]:
-    """Memory-maps a shard; returns (tokens, vocabulary size that its format was made for).
+def open_shard(path: Path) -> np.ndarray:
+    """Memory-maps the tokens of a shard.
 
     Raises InputError for a file that is not a shard, or whose size differs from its header.
     """
@@ -43,9 +35,9 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
             f"{path} is not a token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
         )
     magic, version, count = (int(x) for x in header[:3])
-    expected, dtype, vocab_size = FORMATS.get(magic, (None, np.dtype("V1"), 0))
+    expected, dtype = FORMATS.get(magic, (None, np.dtype("V1")))
     if version != expected:
-        known = " or ".join(f"{magic}, {version}" for magic, (version, *_) in FORMATS.items())
+        known = " or ".join(f"{magic}, {version}" for magic, (version, _) in FORMATS.items())
         raise InputError(
             f"{path} is not a token shard: it starts with {magic}, {version}, expected {known}; ids"
             " without llm.c's header, such as nanoGPT's, come from jaxllm data prepare anew"
@@ -57,8 +49,8 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
             "in its header"
         )
     if count == 0:  # an empty file cannot be mapped
-        return np.zeros(0, dtype), vocab_size
-    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,)), vocab_size
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
 
 
 def check_shard(path: Path, cache: Path, vocab_size: int, written: str | None = None) -> str:
@@ -69,7 +61,7 @@ def check_shard(path: Path, cache: Path, vocab_size: int, written: str | None = 
     """
 
     def scan() -> dict:
-        tokens, _ = open_shard(path)
+        tokens = open_shard(path)
         sha, largest, position = hashlib.sha256(), -1, 0
         for start in range(0, len(tokens), _CHUNK):
             chunk = np.asarray(tokens[start : start + _CHUNK])
@@ -100,8 +92,8 @@ class ShardWriter:
         self.path = path
         self.count = keep
         self.sha256 = hashlib.sha256()
-        self._magic = format_for(vocab_size)
-        self._version, self._dtype, _ = FORMATS[self._magic]
+        self._magic = 20240520 if vocab_size <= 1 << 16 else 20240801  # the narrower, if it fits
+        self._version, self._dtype = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize
         if keep and not (path.exists() and path.stat().st_size >= end):
             raise InputError(f"{path} is missing or shorter than {keep} tokens; delete its folder")

@@ -78,7 +78,7 @@ class Source:
         Drops the byte order mark that may begin a document.
         Raises InputError with the file and the position for data that cannot be read.
         """
-        for piece in self._each(self._rows if self.kind in ("jsonl", "parquet") else self._text):
+        for piece in self._each(self._column if self.kind in ("jsonl", "parquet") else self._text):
             if piece.begins and piece.text.startswith(_MARK):
                 piece = piece._replace(text=piece.text[1:])
             if piece.text:
@@ -134,7 +134,7 @@ class Source:
                 if not block:
                     return
 
-    def _rows(self, name: str, path: Path) -> Iterator[Piece]:
+    def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
         for document, where, values, done in self._records([column], name, path):
             text = values.get(column, 0)

@@ -15,15 +15,18 @@ from jaxllm.infer.generate import add_options, checked
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(argv), memory="lower --tokens")
+    return exit_status(lambda: _run(_read(argv)), memory="lower --tokens")
 
 
-def _run(argv: list[str] | None) -> None:
+def _read(argv: list[str] | None) -> argparse.Namespace:
     title, _, keys = __doc__.partition("\n\n")
     parser = Parser(prog="jaxllm chat", description=title.partition(": ")[0] + ".", epilog=keys)
     add_options(parser, tokens=1024)
     parser.option("--system TEXT", "the system message")
-    args = checked(parser, argv)
+    return checked(parser, argv)
+
+
+def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.writer import Writer
 
     writer = Writer(args)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.config import ModelConfig, SampleConfig, round_up
-from jaxllm.config.sections import Sampling
+from jaxllm.config import ModelConfig, SampleConfig, Sampling, round_up
 from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache

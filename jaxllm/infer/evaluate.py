@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import Tokens
-from jaxllm.data.opening import check_paths
+from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
@@ -33,10 +33,11 @@ VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(argv), memory="lower --batch_size")
+    return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size")
 
 
-def _run(argv: list[str] | None) -> None:
+def _read(argv: list[str] | None) -> argparse.Namespace:
+    """The options, with those of the data as `overrides`; raises InputError for bad ones."""
     parser = Parser(
         prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],
@@ -60,16 +61,20 @@ def _run(argv: list[str] | None) -> None:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
-    overrides = read_overrides(rest)
-    for key in overrides:
+    args.overrides = read_overrides(rest)
+    for key in args.overrides:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
     given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
-    for option, kinds in (given | dict.fromkeys(overrides, ("data",))).items():
+    for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
     check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    return args
+
+
+def _run(args: argparse.Namespace) -> None:
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
@@ -80,42 +85,34 @@ def _run(argv: list[str] | None) -> None:
             raise InputError(f"--tasks: {e}; {fix}") from e
         print(evaluate(args))
     else:
-        print(validation(args, overrides))
+        print(validation(args))
 
 
-def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
+def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, overrides).data, training=False)
+        check_paths(_configuration(args.checkpoint, args.overrides).data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
 
-    from jaxllm.data import open_dataset
     from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
-    config = _configuration(weights.folder, overrides)
+    config = _configuration(weights.folder, args.overrides)
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
         )
-    data = open_dataset(
-        config.data,
-        seq_len=config.train.seq_len,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-        training=False,
-    )
+    data = open_dataset(config, training=False)
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
-    size = min(args.batch_size or config.train.batch_size, len(samples))
-    size = round_up(size, mesh.size)
+    size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh), progress_bar("evaluating", len(samples), size=False) as done:
         graph, params = load_model(weights, mesh)
@@ -176,7 +173,8 @@ def hellaswag(args: argparse.Namespace) -> str:
     acc chooses the ending by its log-likelihood, acc_norm by its log-likelihood per character.
     Texts are prepared as in lm-evaluation-harness.
     """
-    questions = read_hellaswag(args.hellaswag)[: args.limit]
+    lines, where = read_lines(args.hellaswag, "--hellaswag"), f"--hellaswag {args.hellaswag}, line"
+    questions = [_question(line, f"{where} {number}") for number, line in lines][: args.limit]
 
     from jaxllm.infer.decode import open_run, open_tokenizer
     from jaxllm.infer.scoring import Scorer
@@ -200,16 +198,8 @@ def hellaswag(args: argparse.Namespace) -> str:
     )
 
 
-def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
-    """(context, endings, index of the right one) of every line.
-
-    Raises InputError with the line number.
-    """
-    lines = read_lines(path, "--hellaswag")
-    return [_question(line, f"--hellaswag {path}, line {number}") for number, line in lines]
-
-
 def _question(line: str, where: str) -> tuple[str, list[str], int]:
+    """(context, endings, index of the right one); raises InputError with `where`, the line."""
     try:
         page = json.loads(line)
         split = "ctx_a" in page

@@ -9,9 +9,8 @@ import json
 import sys
 from typing import Any
 
-from jaxllm.config import SampleConfig
+from jaxllm.config import SampleConfig, sampling
 from jaxllm.config.command_line import Parser, check_exists, exit_status
-from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
 from jaxllm.files import read_lines
 

@@ -20,8 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_table
 from tqdm import tqdm
 
-from jaxllm.config import SampleConfig
-from jaxllm.config.loading import sampling
+from jaxllm.config import SampleConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer

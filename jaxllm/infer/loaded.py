@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.config import MeshConfig, ModelConfig
-from jaxllm.config.loading import sampling
+from jaxllm.config import MeshConfig, ModelConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.models.language_model import LanguageModel

@@ -9,8 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxllm.config import MeshConfig, SampleConfig
-from jaxllm.config.loading import sampling
+from jaxllm.config import MeshConfig, SampleConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh

@@ -5,7 +5,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import TOKENS, array_and_total
+from jaxllm.layers.linear import array_and_total
+from jaxllm.layers.norm import TOKENS
 from jaxllm.sharding import SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
 from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation

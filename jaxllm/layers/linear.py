@@ -15,7 +15,7 @@ from jaxllm import sharding
 from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.norm import Norm
+from jaxllm.layers.norm import TOKENS, Norm
 from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
@@ -31,7 +31,6 @@ from pallas_kernels.totals import summed
 COLUMNS = ("fsdp", "tensor")
 ROWS = ("tensor", "fsdp")
 Bias = Float[Array, " out"] | None
-TOKENS = P(BATCH, "context")  # of (B, T, ...)
 
 
 @jax.tree_util.register_dataclass
@@ -123,21 +122,17 @@ class Float8(Dense):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """A matrix W (in, out), stored as its transpose (out, in) for generation.
+    """A matrix W (in, out), stored as its transpose `row` (out, in) for generation.
 
     Each output of a single row is then a sum along a row in memory, which XLA computes in one
     kernel.  For sums along columns it takes two, and the first one writes all products.
     """
 
-    array: jax.Array
+    row: jax.Array
     joins = False
 
-    @property
-    def row(self) -> jax.Array:
-        return self.array
-
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
-        return self.array.T.astype(dtype or self.array.dtype)
+        return self.row.T.astype(dtype or self.row.dtype)
 
     def operands(self, dtype=None) -> tuple[Float[Array, "in out"], None]:
         return self.matrix(dtype), None
@@ -147,7 +142,7 @@ class Transposed:
         dtype = dtype or x.dtype
         if x.size > x.shape[-1]:
             return plus(jnp.matmul(x, self.matrix(x.dtype), preferred_element_type=dtype), bias)
-        terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
+        terms = x[..., None, :].astype(jnp.float32) * self.row.astype(jnp.float32)
         if bias is not None:
             # The bias is part of the first term: XLA would add it in another kernel.
             terms += jnp.where(jnp.arange(x.shape[-1]) == 0, bias[:, None], 0)

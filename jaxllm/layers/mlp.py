@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.linear import ROWS, TOKENS, Float8, Linear, linear_of_row, takes_row
-from jaxllm.layers.norm import Norm
+from jaxllm.layers.linear import ROWS, Float8, Linear, linear_of_row, takes_row
+from jaxllm.layers.norm import TOKENS, Norm
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation

@@ -13,7 +13,7 @@ from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
 
-STREAM = P(BATCH, "context", None)  # (B, T, C): every device of the tensor axis holds all of C
+TOKENS = P(BATCH, "context")  # (B, T, ...): every device of the tensor axis holds all of the rest
 HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
 _ROUNDING = 1.01  # of y to its dtype
 
@@ -49,8 +49,8 @@ class Norm(Layer):
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         op = partial(self.op, eps=self.eps, implementation=self.implementation)
         parameters = self._parameters()
-        specs = (STREAM, *[P()] * len(parameters))
-        y = per_device(op, in_specs=specs, out_specs=STREAM)(x, *parameters)
+        specs = (TOKENS, *[P()] * len(parameters))
+        y = per_device(op, in_specs=specs, out_specs=TOKENS)(x, *parameters)
         return y.astype(self.dtype or x.dtype)
 
     def add(
@@ -69,8 +69,8 @@ class Norm(Layer):
             return self.op(x, *parameters, **options, implementation=self.implementation)
 
         parameters = self._parameters()
-        specs = (STREAM, STREAM, P(), *[P()] * len(parameters))
-        op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
+        specs = (TOKENS, TOKENS, P(), *[P()] * len(parameters))
+        op = per_device(op, in_specs=specs, out_specs=(TOKENS, TOKENS))
         y, s = op(branch, residual, branch_bias, *parameters)
         return y.astype(self.dtype or branch.dtype), s
 

@@ -203,7 +203,8 @@ class LanguageModel(Layer):
             cache = None if caches is None else caches[i]
             # Generation has no backward pass, so nothing needs recomputation.
             remat = self.config.remat if caches is None else "none"
-            stream, cache = run_block(block, stream, positions, segment_ids, cache, remat=remat)
+            where = positions, segment_ids, cache
+            stream, cache = run_block(*nnx.split(block), remat, stream, *where)
             yield stream, cache
 
     def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
@@ -281,17 +282,13 @@ class LanguageModel(Layer):
         return 4.0 * config.n_layers * seen * config.n_heads * config.head_dim
 
 
-def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
-    """Calls `block(stream, positions, segment_ids, cache)`; equal blocks are traced once.
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def run_block(graph, params, remat: str, stream, *args):
+    """Calls a split block on (stream, positions, segment_ids, cache); traces equal blocks once.
 
     remat: how much of the block the backward pass recomputes, a value of `model.remat`.
     """
-    graph, params = nnx.split(block)
-    return _run_block(graph, remat, params, stream, positions, segment_ids, cache)
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_block(graph, remat, params, stream, *args):
     def run(params, *args):
         stream, cache = nnx.merge(graph, params)(*args)
         if remat in ("mlp", "attention", "block"):

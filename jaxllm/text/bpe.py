@@ -6,25 +6,15 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxllm.config.sections import LARGEST_BPE, SMALLEST_BPE
-from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.text.files import END_OF_TEXT
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: Path, *, key: str = "data.tokenizer_vocab_size"
-) -> None:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Trains a byte-level BPE like GPT-2's, which encodes any byte, and saves its tokenizer.json.
 
     A small text may yield fewer than `vocab_size` entries. The end-of-text token has id 0.
-    key: the option that holds `vocab_size`, for errors.
     """
-    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
-        raise InputError(
-            f"{key}={vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of text)"
-            f" to {LARGEST_BPE}"
-        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -22,6 +22,7 @@ from jaxllm.errors import InputError
 _START, _STOP = (f"\ufdd0{secrets.token_hex(16)}\ufdd0" for _ in range(2))
 _json = functools.partial(json.dumps, ensure_ascii=False)  # Jinja2's own filter escapes HTML
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_CALLS = ("tool_calls", "function_call")
 
 
 class _Generation(Extension):
@@ -78,13 +79,14 @@ def render(
     except Exception as error:  # whatever the template does
         fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
-    lost, calls = [], ("tool_calls", "function_call")
     # A system message may belong to a last question, and calls may replace the content beside them.
-    last = {str(m.get("role")): i for i, m in enumerate(messages) if not any(map(m.get, calls))}
-    asked = [(i, key, []) for i in range(len(messages)) for key in calls]
+    last = {str(m.get("role")): i for i, m in enumerate(messages) if not any(map(m.get, _CALLS))}
+    last.pop("system", None)
+    asked = [(i, key, []) for i in range(len(messages)) for key in _CALLS]
     asked += [(i, "content", f"{messages[i].get('content')}.") for i in last.values()]
+    lost = []
     for i, key, other in asked if whole else ():
-        if messages[i].get(key) and (key in calls or messages[i].get("role") != "system"):
+        if messages[i].get(key):
             with contextlib.suppress(Exception):  # the template needs the calls
                 found = shown([*messages[:i], messages[i] | {key: other}, *messages[i + 1 :]])
                 lost += [f"{key} (message {i + 1})"] * (found == marked)

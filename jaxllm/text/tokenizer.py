@@ -158,12 +158,9 @@ class Tokenizer:
     def _name(self, i: int) -> str:
         return self._library.id_to_token(i) or f"id {i}"
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text.
-
-        special: whether the names of special tokens in it are these tokens, not plain text.
-        """
-        return self._checked(self._ids(text, special))
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, in which the names of special tokens are these tokens."""
+        return self._checked(self._ids(text, True))
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
@@ -282,7 +279,7 @@ class Tokenizer:
             self.check(self._entries, ids)
         return ids
 
-    def check(self, vocab_size: int, ids: Iterable[int] | None = None) -> None:
+    def check(self, vocab_size: int, ids: Iterable[int] = ()) -> None:
         """Raises InputError if this cannot be the tokenizer of a model of `vocab_size` entries.
 
         A few tokens may be beyond it, as long as no text has them.  ids: of a text.
@@ -292,7 +289,7 @@ class Tokenizer:
                 f"{self.path} has {self.vocab_size} entries, more than the model's"
                 f" {vocab_size} (model.vocab_size): it belongs to another model"
             )
-        beyond = max(ids, default=0) if ids is not None else 0
+        beyond = max(ids, default=0)
         if beyond >= vocab_size:
             raise InputError(
                 f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"

@@ -78,8 +78,7 @@ class RunLog:
         self.printed = -PAUSE  # when the last line was
         self.draws_from = 0.0  # evaluations draw the losses from then on
         self.unwritten = b""  # rows that a full disk has not taken yet
-        boards = Board(out_dir / "tensorboard", start), tracker
-        self.boards = [board for board in boards if board is not None]
+        self.boards = [Board(out_dir / "tensorboard", start), *filter(None, [tracker])]
         self.console = Console()
         self.bar: Progress | None = None
         if is_interactive(self.console):
@@ -198,8 +197,6 @@ class Board:
 
     def __init__(self, folder: Path, start: int):
         from tensorboardX.event_file_writer import EventsWriter
-
-        # pyrefly: ignore[missing-module-attribute]
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(exist_ok=True)

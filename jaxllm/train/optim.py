@@ -139,11 +139,6 @@ class Watch(NamedTuple):
     skips: jax.Array  # () int32, updates skipped since the last accepted one
 
 
-def new_watch() -> Watch:
-    """The history before the first step."""
-    return Watch(jnp.full(WINDOW, jnp.inf, jnp.float32), jnp.int32(0))
-
-
 def check_update(
     watch: Watch, loss: jax.Array, grad_norm: jax.Array, spike: float
 ) -> tuple[jax.Array, Watch]:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
+from jaxllm.config.command_line import exit_status
 from jaxllm.errors import InputError, error_line
 from jaxllm.terminal import lossy_stream
 from jaxllm.train.process import STOPPING, handle_signals
@@ -207,8 +208,6 @@ def _dead_peer(log: str, peers: list[str]) -> str | None:
 
 def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: int) -> None:
     """Runs in a child: joins the peers, trains and exits."""
-    from jaxllm.config.command_line import exit_status
-
     # The process that watches turns all signals into one SIGTERM.
     signal.set_wakeup_fd(-1)
     for number in STOPPING:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
-from jaxllm.data.opening import check_paths
+from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker, print_line
@@ -125,7 +125,7 @@ class Run:
         # Imported late, because JAX takes seconds and a bad command line should fail at once.
         import jax
 
-        from jaxllm.data import open_dataset
+        from jaxllm import sharding
         from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.profiling import StepClock, StepTrace
@@ -138,6 +138,7 @@ class Run:
             " model.remat=block"
         )
         self.mesh = launch.join_devices(config)
+        self.part = sharding.batch_part(self.mesh)
         self.world, self.rank = jax.process_count(), jax.process_index()
         self.holds = lambda: True
         if self.rank == 0:  # Checkpoints would delete another process's running save
@@ -151,12 +152,8 @@ class Run:
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and weights.text) if newest is None else out_dir
-        self.dataset = open_dataset(
-            launch.with_models_tokenizer(config.data, origin),
-            seq_len=train.seq_len,
-            seed=train.seed,
-            vocab_size=config.model.vocab_size,
-        )
+        data = launch.with_models_tokenizer(config.data, origin)
+        self.dataset = open_dataset(config.model_copy(update={"data": data}))
         self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples, saved, changed = 0, 0, {}, ""
         if newest is not None:
@@ -202,7 +199,7 @@ class Run:
         again: whether this run has rolled back to its first step, which it does only once.
         """
         batches = self.dataset.train_batches(
-            self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
+            self.config.train.batch_size, *self.part, start_sample=self.samples
         )
         try:
             with memory_errors(self.advice):
@@ -327,7 +324,7 @@ class Run:
 
         from jaxllm.train.verify import first_not_finite
 
-        batches = self.dataset.train_batches(train.batch_size, *self.trainer.batch_part, sample)
+        batches = self.dataset.train_batches(train.batch_size, *self.part, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
@@ -349,8 +346,7 @@ class Run:
         """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
-        part, most = self.trainer.batch_part, train.eval_batches
-        for batch in self.dataset.val_batches(train.batch_size, *part, most):
+        for batch in self.dataset.val_batches(train.batch_size, *self.part, train.eval_batches):
             loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)

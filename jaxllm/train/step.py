@@ -26,6 +26,8 @@ from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_sharding
 from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
+_is_variable = lambda node: isinstance(node, nnx.Variable)
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
@@ -56,10 +58,6 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
     graph, _, keys = nnx.split(abstract(config.model, config.train.fp8), nnx.Param, DropoutKey)
     return graph, keys
-
-
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
 
 
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
@@ -167,7 +165,8 @@ class Trainer:
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state, copies = self.optimizer.init(params), self._make_copies(params)
-        return TrainState(jnp.int32(0), params, opt_state, optim.new_watch(), copies)
+        watch = optim.Watch(jnp.full(optim.WINDOW, jnp.inf, jnp.float32), jnp.int32(0))
+        return TrainState(jnp.int32(0), params, opt_state, watch, copies)
 
     def _placed(self, params: nnx.State, shardings: nnx.State) -> nnx.State:
         """Arrays like the parameters, which a split optimizer moves to these shardings."""
@@ -224,13 +223,8 @@ class Trainer:
         packed = ["segment_ids", "positions"] if self.config.data.packed else []
         return dict.fromkeys(["tokens", "labels", *packed], like)
 
-    @functools.cached_property
-    def batch_part(self) -> tuple[int, int]:
-        """(i, n): this process reads the i-th of n equal parts of each batch."""
-        return sharding.batch_part(self.mesh)
-
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """Makes global arrays from this process's `batch_part` of the rows of a batch (numpy)."""
+        """Global arrays of this process's rows of a batch (numpy), its `sharding.batch_part`."""
         return jax.make_array_from_process_local_data(self.batch_sharding, batch)
 
     def trace_train_step(self) -> jax.stages.Traced:
@@ -261,13 +255,12 @@ class Trainer:
         state = self.abstract_state()
         return Checked(state, state.params, state.saved())
 
-    def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
+    def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
 
         params: of the whole model (`whole`).
-        graph: as the train step computes it (`step_graph`), perhaps in fp8; None: never in fp8.
         """
-        step = jax.jit(functools.partial(self._loss_sum, graph=graph or self.graph))
+        step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
         def run(params, batch):
             with jax.set_mesh(self.mesh):

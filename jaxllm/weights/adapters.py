@@ -221,8 +221,9 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     keys = Page(page, folder / PAGE)
     keys.only("peft_type", "LORA")
     keys.only("bias", "none")
-    random = page.get("init_lora_weights") in (None, True, False, "gaussian")
-    keys.refuse_rest(_FREE | {"init_lora_weights" * random}, "merge with peft's merge_and_unload")
+    drawn = page.get("init_lora_weights") in (True, "gaussian")  # other ways change the base, too
+    free = {*_FREE, "init_lora_weights"} if drawn else _FREE
+    keys.refuse_rest(free, "merge with peft's merge_and_unload")
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str) or not path:
         raise InputError(f"{keys.path}: base_model_name_or_path={path!r} is not a folder's name")

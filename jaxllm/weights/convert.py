@@ -21,6 +21,8 @@ from pathlib import Path
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.text import Tokenizer, present
+from jaxllm.text.files import copy_companions, take_ids
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         args = parser.parse_args(argv)
         check_exists(args.source)
-        convert(args.source, args.out, args.step, args.dtype, _packing(args), args.merge)
+        convert(args, _packing(args))
 
     return exit_status(run, interrupted="interrupted: nothing was written")
 
@@ -75,25 +77,19 @@ def _packing(args: argparse.Namespace):
     return Packing(format, bits, group, not args.asymmetric, head)
 
 
-def convert(
-    source: Path,
-    out: Path,
-    step: int | None = None,
-    dtype: str | None = None,
-    packing=None,
-    merge: bool = False,
-) -> None:
+def convert(args: argparse.Namespace, packing) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
-    step: only for a run; dtype: only for a run that becomes a Hugging Face folder.
-    packing: a Packing, which makes a folder of packed weights.
-    merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    args: the options.  step: only for a run; dtype: only for a run that becomes a Hugging Face
+        folder; merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    packing: a Packing, which makes a folder of packed weights; or None.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
     from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.pretrained import open_weights
 
-    source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
+    source, out = args.source, args.out.absolute()  # what is printed works in every directory
+    step, dtype, merge = args.step, args.dtype, args.merge
     plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
     if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
@@ -165,8 +161,8 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     about = {"config": run.model_dump()} | tokenizer_digest(folder)
     if packing is not None:
         about |= {"step": weights.step, "packed_from": str(weights.folder)}
-        size = write_packed(folder, run.model, packing, weights.param, about)
-        use = shlex.join(["jaxllm", "generate", "--checkpoint", str(out)])
+        size = write_packed(folder, run.model, packing, weights, about)
+        use = f"jaxllm generate --checkpoint {shlex.quote(str(out))}"
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:
         write_peft(weights, folder)
@@ -180,12 +176,11 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     check_writable(out, checkpoints=True)
     about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
     write_checkpoint(folder / "checkpoints", weights, about)
-    train = shlex.join(["jaxllm", "train", "--config", str(out / "config.yaml")])
+    train = f"jaxllm train --config {shlex.quote(str(out / 'config.yaml'))}"
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
-    from jaxllm.text.files import take_ids
     from jaxllm.weights.huggingface import write_tensors
     from jaxllm.weights.huggingface_config import config_json
     from jaxllm.weights.places import places
@@ -203,14 +198,11 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     return f"the checkpoint of step {weights.step} as a Hugging Face folder"
 
 
-def _copy_text(weights, target: Path):
+def _copy_text(weights, target: Path) -> Tokenizer | None:
     """Copies what a folder says about its text.
 
     Returns the tokenizer; None, said on the screen, without one that is read.
     """
-    from jaxllm.text import Tokenizer, present
-    from jaxllm.text.files import copy_companions
-
     run = weights.run
     given = run and run.data.tokenizer
     path = folder = weights.text

@@ -16,7 +16,7 @@ lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md def
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,16 +182,10 @@ def _groups(params: dict[str, nnx.Variable], packing: Packing) -> Iterator[int |
             yield group
 
 
-def write_packed(
-    folder: Path,
-    config: ModelConfig,
-    packing: Packing,
-    read: Callable[[str], np.ndarray],
-    about: dict,
-) -> int:
+def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, about: dict) -> int:
     """Writes packed.safetensors and packed.json; returns the size of packed.safetensors in bytes.
 
-    read: returns the float32 parameter of a dotted path; called once for each, in turn.
+    weights: their `param` is called once for each dotted path, in turn; it returns float32.
     about: further keys of packed.json, with `step`.
     """
     parts = layout(config, packing)
@@ -199,7 +193,7 @@ def write_packed(
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
-            x = read(TABLE).T if name == HEAD and tied(config) else read(name)
+            x = weights.param(TABLE).T if name == HEAD and tied(config) else weights.param(name)
             check_finite(x, name)
             if not (name == HEAD and tied(config)):
                 sums.update(checksums.array_checksums({name: x}))

@@ -23,10 +23,9 @@ def test_every_text_survives_a_round_trip(tokenizer_path):
     assert tokenizer.decode(ids) == text
     assert max(ids) < tokenizer.vocab_size <= 280
     assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
-    ids = tokenizer.encode(text, special=False)
+    (ids,) = tokenizer.encode_parts([("", text)])
     assert tokenizer.eos not in ids
     assert tokenizer.decode(ids) == text
-    assert [x.tolist() for x in tokenizer.encode_parts([("", text)])] == [ids]
 
 
 def test_training_is_deterministic(tokenizer_path):
@@ -51,8 +50,6 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_path):
         Tokenizer(write(tmp_path / "bad.json", "{}"))
     with pytest.raises(InputError, match=r"data\.end_token=<eos> is not a token of"):
         Tokenizer(tokenizer_path, end_token="<eos>")
-    with pytest.raises(InputError, match="tokenizer_vocab_size=256 is not from 257"):
-        train_tokenizer(["x"], 256, tmp_path / "small.json")
 
 
 def test_the_incremental_decoder_exposes_pending_bytes():

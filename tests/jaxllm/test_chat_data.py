@@ -27,7 +27,7 @@ from data_settings import flipped_byte
 
 from jaxllm.config import DataConfig
 from jaxllm.data import encoded
-from jaxllm.data.__main__ import main
+from jaxllm.data.command import main
 from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
 from jaxllm.errors import InputError

@@ -5,9 +5,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from data_settings import settings, write_shard
+from data_settings import opened, settings, write_shard
 
-from jaxllm.data import open_dataset
 from jaxllm.data.loader import Tokens
 from jaxllm.errors import InputError
 
@@ -28,7 +27,7 @@ def counting(tmp_path, config, *, seed=0, sizes=(31, 50), val=21):
     write_shard(tmp_path / "val/0.bin", np.arange(val))
     config.source, config.path = "shards", str(tmp_path / "train")
     config.val_path = str(tmp_path / "val")
-    return open_dataset(config, seq_len=T, seed=seed, vocab_size=1000)
+    return opened(config, seq_len=T, seed=seed, vocab_size=1000)
 
 
 def take(iterator, n):
@@ -166,7 +165,7 @@ def test_too_few_validation_windows_repeat(tmp_path, config):
 def test_the_end_of_the_tokens_is_held_out_by_default(tmp_path, config):
     write_shard(tmp_path / "train/0.bin", np.arange(401))
     config.source, config.path = "shards", str(tmp_path / "train")
-    data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+    data = opened(config, seq_len=T)
     assert (len(data.train), data.val_tokens) == (401 - 21, 21)  # 5 of 100 windows
     assert data.train.read(379, 380) == [379]
     assert data.val.read(0, 1) == [380]
@@ -182,7 +181,7 @@ def test_the_error_for_short_data_has_both_numbers(tmp_path, config):
     write_shard(tmp_path / "short.bin", np.arange(9))
     config.path = str(tmp_path / "short.bin")
     with pytest.raises(InputError, match="the data has 9 tokens, fewer than the 10"):
-        open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+        opened(config, seq_len=T)
     write_shard(tmp_path / "short.bin", np.arange(10))
-    data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+    data = opened(config, seq_len=T)
     assert (len(data.train), data.val_tokens) == (5, 5)

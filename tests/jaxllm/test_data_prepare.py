@@ -8,10 +8,10 @@ from hashlib import sha256
 
 import pytest
 import tokenizers
-from data_settings import flipped_byte, settings
+from data_settings import flipped_byte, opened, settings
 
-from jaxllm.data import cache, corpus, open_dataset, prepare, sources
-from jaxllm.data.__main__ import main
+from jaxllm.data import cache, corpus, prepare, sources
+from jaxllm.data.command import main
 from jaxllm.data.shards import open_shard
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
@@ -52,12 +52,12 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     shards = sorted(contents(data / "out"))
     assert shards[0] == "train_000000.bin"
     assert shards[-1] == "val_000002.bin"
-    sizes = [len(open_shard(data / "out" / name)[0]) for name in shards]
+    sizes = [len(open_shard(data / "out" / name)) for name in shards]
     assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
 
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
-    dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+    dataset = opened(config, vocab_size=300)
     text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
     train, val = (x.split("<|endoftext|>")[1:] for x in text)
     assert sorted(train + val) == sorted(DOCUMENTS)
@@ -66,7 +66,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert f"{len(dataset.train):,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
     flipped_byte(data / "out/val_000002.bin")
     with pytest.raises(InputError, match=r"val_000002\.bin is damaged: its tokens have changed"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+        opened(config, vocab_size=300)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
@@ -86,7 +86,7 @@ def test_few_documents_still_give_validation_data(data, fraction, kind, count, c
     assert "held out" not in capsys.readouterr().out
     tokenizer = Tokenizer(data / "tokenizer.json")
     few = "val" if fraction < 0.5 else "train"
-    tokens = open_shard(data / "out" / f"{few}_000000.bin")[0]
+    tokens = open_shard(data / "out" / f"{few}_000000.bin")
     assert tokenizer.decode(tokens).count("<|endoftext|>") <= max(1, count // 10)
 
 
@@ -97,7 +97,7 @@ def test_a_single_document_gives_no_validation_shard_and_still_trains(data, caps
     assert "without data.val_path, training holds out" in capsys.readouterr().out
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
-    assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
+    assert opened(config, vocab_size=300).val_tokens > 8
 
 
 class Killed(BaseException):
@@ -153,7 +153,7 @@ def test_prepare_continues_after_sigkill(data):
     code = f"""
 import os, sys
 from jaxllm.data import corpus, prepare
-from jaxllm.data.__main__ import main
+from jaxllm.data.command import main
 corpus._BATCH = 300
 original, calls = prepare.ShardWriter.append, 0
 def append(*args):
@@ -209,7 +209,7 @@ def test_an_incomplete_folder_does_not_open(data, monkeypatch):
     config = settings(data)
     config.source, config.path = "shards", str(data / "out")
     with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+        opened(config, vocab_size=300)
 
 
 def test_shards_with_another_end_token_open_only_with_its_name(data):
@@ -220,10 +220,10 @@ def test_shards_with_another_end_token_open_only_with_its_name(data):
     config = settings(data)
     config.source, config.path, config.pack = "shards", str(data / "out"), "documents"
     with pytest.raises(ValueError, match=r"out was prepared with --end_token <\|end\|>: set data"):
-        open_dataset(config, seq_len=8, seed=0, vocab_size=None)
+        opened(config)
     config.end_token = "<|end|>"
-    opened = open_dataset(config, seq_len=8, seed=0, vocab_size=None)
-    assert opened.separator == library.token_to_id("<|end|>") == opened.train.read(0, 1)
+    found = opened(config)
+    assert found.separator == library.token_to_id("<|end|>") == found.train.read(0, 1)
 
 
 def test_a_job_is_known_by_the_content_of_its_files(data, capsys):

@@ -3,6 +3,7 @@
 import re
 from itertools import islice
 
+import data_settings
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
-from jaxllm.data import open_dataset
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
@@ -56,7 +56,7 @@ def data(tmp_path):
 
 
 def opened(data, **changes):
-    return open_dataset(data.model_copy(update=changes), seq_len=T, seed=3, vocab_size=300)
+    return data_settings.opened(data.model_copy(update=changes), seq_len=T, seed=3, vocab_size=300)
 
 
 def batches_of(data, n, start=0, **changes):
@@ -209,7 +209,7 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
             tokenizer=str(tokenizer.path),
             cache_dir=str(tmp_path),
         )
-        val = open_dataset(again, seq_len=T, seed=0, vocab_size=None, training=False).val
+        val = data_settings.opened(again, seq_len=T, training=False).val
         stream = val.read(0, len(val))
         assert (stream == tokenizer.separator).sum() == 5
         rows = [stream[i : i + T + 1] for i in range(0, len(stream) - 1, T)]

@@ -108,7 +108,7 @@ def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
     shipped = next(configs.CONFIG_DIR.glob("*.yaml")).read_bytes()
     readers = {
         b"the cat\r\na mat\n": lambda path: read_lines(path, "--prompts"),
-        (TEXTS / "hellaswag.jsonl").read_bytes(): evaluate.read_hellaswag,
+        (TEXTS / "hellaswag.jsonl").read_bytes(): lambda path: read_lines(path, "--hellaswag"),
         shipped: lambda path: configs.load(str(path)),
     }
     path = tmp_path / "file.yaml"

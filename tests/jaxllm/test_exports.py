@@ -20,7 +20,7 @@ from huggingface_folders import (
 from safetensors.numpy import load_file
 
 import train
-from jaxllm.data import __main__ as data
+from jaxllm.data import command as data
 from jaxllm.infer import evaluate
 from jaxllm.text import Tokenizer
 from jaxllm.weights import convert

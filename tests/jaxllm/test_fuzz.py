@@ -107,7 +107,7 @@ def test_shards(content):
             check_shard(path, Path(folder) / "cache", 30000)
         except InputError:
             return
-        tokens, _ = open_shard(path)
+        tokens = open_shard(path)
         assert np.all(np.asarray(tokens) < 30000)
 
 

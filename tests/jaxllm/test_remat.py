@@ -36,9 +36,7 @@ def block_of(config, batch=B, fp8=False):
 
     def run(params, branch, residual):
         stream = Stream(branch, None, residual)
-        return run_block(
-            nnx.merge(graph, params), stream, jnp.arange(T), None, None, remat=config.remat
-        )[0].sum()
+        return run_block(graph, params, config.remat, stream, jnp.arange(T), None, None)[0].sum()
 
     return run, (jax.tree.map(of, params), x, x)
 
@@ -167,8 +165,7 @@ def test_recomputation_changes_no_gradient(kind):
     def gradients(remat):
         def loss(params, branch, residual):
             stream = Stream(branch, None, residual)
-            block = nnx.merge(graph, params)
-            stream, _ = run_block(block, stream, jnp.arange(21), None, None, remat=remat)
+            stream, _ = run_block(graph, params, remat, stream, jnp.arange(21), None, None)
             return (stream.sum() * weights).sum()
 
         with jax.default_matmul_precision("highest"):

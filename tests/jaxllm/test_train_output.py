@@ -52,7 +52,7 @@ def test_odd_sizes_are_mentioned(tiny, vocab_size, noted, capsys):
     """A vocabulary far larger than the data's, and a warm-up that the run does not finish."""
     sizes = {"model.vocab_size": str(vocab_size), "train.steps": str(5 - noted)}
     config = configs.load(str(tiny), sizes)
-    data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
+    data = open_dataset(config)
     launch.print_header(Trainer(config, make_mesh(config.mesh)), data)
     said = capsys.readouterr().out
     for note in (

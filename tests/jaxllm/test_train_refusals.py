@@ -132,12 +132,7 @@ def test_an_edited_or_damaged_configuration_does_not_continue_a_run(tiny, capsys
     run = tmp_path / "run"
     config = configs.load(str(tiny))
     checkpoints = Checkpoints(run / "checkpoints", 1)
-    data = open_dataset(
-        config.data,
-        seq_len=config.train.seq_len,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-    )
+    data = open_dataset(config)
     saved = config.model_dump()
     del saved["sample"]  # of an earlier version, which had no such setting
     saved["train"]["gone"] = 1

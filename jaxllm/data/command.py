@@ -1,10 +1,10 @@
 """jaxllm data: `prepare` turns text into tokens, `train-tokenizer` trains a BPE."""
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status, holds
+from jaxllm.config.sections import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.data.encoded import prepare_chat
 from jaxllm.data.paths import by_split, find_files
 from jaxllm.data.prepare import prepare
@@ -44,11 +44,13 @@ def _parser() -> Parser:
     )
     of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
     command.set_defaults(
+        run=_prepare,
         of_text={name: command.get_default(name) for name in of_text},
         of_chat={"loss": command.get_default("loss")},
     )
 
     command = commands.add_parser("train-tokenizer", help="train a byte-level BPE on the text")
+    command.set_defaults(run=_train_tokenizer)
     _add_source(command)
     command.option("--vocab_size N", "entries; 256 are bytes", required=True)
     command.option("--out FILE", "the tokenizer.json to write", required=True)
@@ -61,54 +63,57 @@ def _add_source(command: Parser, more: str = "") -> None:
     command.option("--text_column NAME", "column of the text", default="text")
 
 
-def _run(args: Namespace) -> None:
-    if args.command == "prepare":
-        for name, value in (args.of_text if args.source == "chat" else args.of_chat).items():
-            if getattr(args, name) != value:
-                raise InputError(f"--{name} is not for --source={args.source}; omit it")
+def _open(args: Namespace, *, validates: bool) -> Source:
+    """The data that the options name, said on the screen; validates: as for `by_split`."""
     if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
-    if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
-        raise InputError(f"--out={args.out} holds {what}; choose another --out")
     found = find_files(args.source, args.path, key="--path")
-    found, val = by_split(args.source, found, validates=args.command == "prepare")
-    if args.command == "prepare" and val.files:
+    found, val = by_split(args.source, found, validates=validates)
+    if val.files:
         raise InputError(
             f"--path={args.path} has files to train on ({found.files[0][0]}) and to validate on"
             f" ({val.files[0][0]}): prepare each with an --out for data.path and data.val_path"
         )
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
-    source = Source(args.source, found.files, args.text_column)
+    return Source(args.source, found.files, args.text_column)
+
+
+def _prepare(args: Namespace) -> None:
+    for name, value in (args.of_text if args.source == "chat" else args.of_chat).items():
+        if getattr(args, name) != value:
+            raise InputError(f"--{name} is not for --source={args.source}; omit it")
+    if (what := holds(args.out)) not in (None, "prepared data"):
+        raise InputError(f"--out={args.out} holds {what}; choose another --out")
+    source = _open(args, validates=True)
+    tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
     if args.source == "chat":
-        print(*prepare_chat(source, Tokenizer(args.tokenizer), args.loss, args.out), sep="\n")
+        print(*prepare_chat(source, tokenizer, args.loss, args.out), sep="\n")
         return
-    if args.command == "prepare":
-        tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
-        tokens = prepare(
-            source,
-            tokenizer,
-            args.out,
-            special=args.special_tokens,
-            end_token=args.end_token,
-            shard_tokens=args.shard_tokens,
-            val_fraction=args.val_fraction,
+    tokens = prepare(source, tokenizer, args)
+    print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
+    read = _READ[args.special_tokens]
+    print(f"{tokens['names']:,} names of special tokens in the text, {read}")
+    print(tokenizer.documents())
+    if not tokens["val"]:
+        print(
+            "no document is held out for validation: without data.val_path, training holds out"
+            " the end of the tokens"
         )
-        print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
-        read = _READ[args.special_tokens]
-        print(f"{tokens['names']:,} names of special tokens in the text, {read}")
-        print(tokenizer.documents())
-        if not tokens["val"]:
-            print(
-                "no document is held out for validation: without data.val_path, training holds out"
-                " the end of the tokens"
-            )
-        return
+
+
+def _train_tokenizer(args: Namespace) -> None:
+    source = _open(args, validates=False)
     if args.out.exists():
         raise InputError(f"{args.out} exists: choose another --out")
+    if not SMALLEST_BPE <= args.vocab_size <= LARGEST_BPE:
+        raise InputError(
+            f"--vocab_size={args.vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of"
+            f" text) to {LARGEST_BPE}"
+        )
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         texts = (piece.text for piece in source.pieces())
-        train_tokenizer(texts, args.vocab_size, args.out, key="--vocab_size")
+        train_tokenizer(texts, args.vocab_size, args.out)
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")
@@ -116,11 +121,10 @@ def _run(args: Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
-    return exit_status(
-        lambda: _run(_parser().parse_args(argv)),
-        interrupted="interrupted: run it again; `prepare` continues from here",
-    )
 
+    def run() -> None:
+        args = _parser().parse_args(argv)
+        args.run(args)
 
-if __name__ == "__main__":
-    sys.exit(main())
+    interrupted = "interrupted: run it again; `prepare` continues from here"
+    return exit_status(run, interrupted=interrupted)
