@@ -197,6 +197,8 @@ class Tokenizer:
         self._library.encode_special_tokens = not special
         try:
             return (encode or self._library.encode)(text, add_special_tokens=around)
+        except TypeError as error:
+            raise InputError(f"{text!r:.50} is not one text in UTF-8") from error
         except Exception as error:
             if type(error) is not Exception:  # as where a Unigram lacks a character and unk_id
                 raise
