@@ -239,6 +239,8 @@ class Tokenizer:
         """
         if not isinstance(more := chat_template_kwargs or {}, dict):
             raise InputError(f"chat_template_kwargs={more!r:.50} must be an object with keys")
+        if variables.get("continue_final_message"):
+            raise InputError("continue_final_message is not supported: an answer is a new message")
         options = self.chat_names | more | {"add_generation_prompt": answer, "tools": tools}
         return render(self.chat_template(tools), messages, options | variables, whole)
 
