@@ -22,7 +22,7 @@ COMPANIONS = (
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
 ).split()
 ADAPTERS = "adapter_config.json"  # peft's
-_UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
+_UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 

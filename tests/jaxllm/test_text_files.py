@@ -216,7 +216,12 @@ def test_a_gpt2_begins_and_ends_as_its_class_and_its_settings_say(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("tokenizer.model", "Auto"), ("tekken.json", "PreTrained.*, add_bos_token=")]
+    ("name", "kind"),
+    [
+        ("tokenizer.model", "Auto"),
+        ("tekken.json", "PreTrained.*, add_bos_token="),
+        ("vocab.txt", "Auto"),  # of BERT, as in the Chinese GPT-2s
+    ],
 )
 def test_what_no_library_reads_is_refused_with_the_way_out(name, kind, tmp_path):
     assert not present(tmp_path)
