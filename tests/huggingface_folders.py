@@ -49,6 +49,17 @@ RELATIVES = {
     | dict(rope_theta=500000.0, rope_scaling=SCALING | dict(rope_type="llama3")),
 }
 WEIGHTS = {"smollm2": "llama3_tied", "tinyllama": "llama3", "r1-distill-llama": "llama3"}
+XLSTM = dict(  # xLSTM 7B's config.json as published, but for the sizes and eps
+    add_embedding_dropout=False, add_forward_backend_padding=False, add_out_norm=True,
+    add_post_blocks_norm=True, add_post_norm=False, add_qk_norm=False, use_bias=False,
+    autocast_kernel_dtype="bfloat16", cell_norm_eps=1e-6, norm_eps=1e-6,
+    chunkwise_kernel="chunkwise--triton_xl_chunk", step_kernel="triton",
+    ffn_round_up_to_multiple_of=64, mlstm_round_up_to_multiple_of=64, force_bos_token_insert=True,
+    gate_soft_cap=15.0, output_logit_soft_cap=30.0, head_dim=8, igate_bias_init_range=-10.0,
+    inference_state_dtype="float32", mode="inference", norm_reduction_force_float32=True,
+    qk_dim_factor=0.5, v_dim_factor=1.0, return_last_states=True,
+    sequence_kernel="native_sequence__triton", tie_word_embeddings=False, weight_mode="single",
+)  # fmt: skip
 PAGES = {  # the relevant parts of config.json as transformers writes it
     "gpt2": dict(
         model_type="gpt2",
@@ -62,7 +73,8 @@ PAGES = {  # the relevant parts of config.json as transformers writes it
     ),
     "llama3": LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, **SCALING)),
     "llama3_tied": LLAMA | dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=None),
-    "xlstm": dict(
+    "xlstm": XLSTM
+    | dict(
         model_type="xlstm",
         vocab_size=67,
         hidden_size=16,

@@ -33,7 +33,8 @@ class Loaded(NamedTuple):
         ids = self.tokenizer.prompt(prompt)
         config = sampling(**self.tokenizer.sampling | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
-        found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
+        with jax.set_mesh(None):  # the model is on one device, whatever mesh the caller has set
+            found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         known = self.tokenizer.decode(ids, special=False)
         return self.tokenizer.decode([*ids, *found], special=False)[len(known) :]
 
@@ -43,8 +44,9 @@ class Loaded(NamedTuple):
         most = decode.most_tokens(self.config) or len(ids)
         if not 2 <= len(ids) <= most + 1:
             raise InputError(f"the text has {len(ids)} tokens; a score needs 2 to {most + 1}")
-        tokens = jnp.array([ids])
-        return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
+        with jax.set_mesh(None):
+            tokens = jnp.array([ids])
+            return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
 
 
 def load(path: str | Path, step: int | None = None) -> Loaded:

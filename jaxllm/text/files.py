@@ -22,7 +22,7 @@ COMPANIONS = (
     " chat_template.jinja chat_template.json vocab.json merges.txt tokenizer.model tekken.json"
 ).split()
 ADAPTERS = "adapter_config.json"  # peft's
-_UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
+_UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
@@ -143,9 +143,13 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):
         name = next(name for name in _UNREAD if (folder / name).exists())
+        kind, more = "AutoTokenizer", ""
+        if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
+            more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
+            kind = "PreTrainedTokenizerFast"
         raise InputError(
             f'{folder} has {name}, but no tokenizer.json; to write one: python -c "from'
-            f" transformers import AutoTokenizer as A; A.from_pretrained('{folder}')"
+            f" transformers import {kind} as A; A.from_pretrained('{folder}'{more})"
             f".save_pretrained('{folder}')\""
         )
     else:

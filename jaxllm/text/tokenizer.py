@@ -194,6 +194,8 @@ class Tokenizer:
         self._library.encode_special_tokens = not special
         try:
             return (encode or self._library.encode)(text, add_special_tokens=around)
+        except TypeError as error:
+            raise InputError(f"{text!r:.50} is not one text in UTF-8") from error
         except Exception as error:
             if type(error) is not Exception:  # as where a Unigram lacks a character and unk_id
                 raise
@@ -234,6 +236,8 @@ class Tokenizer:
         """
         if not isinstance(more := chat_template_kwargs or {}, dict):
             raise InputError(f"chat_template_kwargs={more!r:.50} must be an object with keys")
+        if variables.get("continue_final_message"):
+            raise InputError("continue_final_message is not supported: an answer is a new message")
         options = self.chat_names | more | {"add_generation_prompt": answer, "tools": tools}
         return render(self.chat_template(tools), messages, options | variables, whole)
 

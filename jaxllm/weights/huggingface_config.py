@@ -148,8 +148,8 @@ _HARMLESS = re.compile(
     rf"|encoder_no_repeat_ngram_size|{'|'.join((*APPLIED, *OTHERS))}"
     r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
-    r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"
-    r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert"
+    r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|\w+_backend_name"
+    r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert|mlstm_round\w+"
 )
 
 

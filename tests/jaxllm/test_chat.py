@@ -133,6 +133,7 @@ def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp
         ('[{"role": "tool"}]', "error: prompt 2: the chat template refuses the conversation"),
         ('{"messages": [{}], "tools": "x"}', "prompt 2: tools must be a list of objects"),
         ('{"messages": [{}], "tools": 5}', "prompt 2: tools must be a list of objects"),
+        ('{"messages": [{}], "continue_final_message": true}', "2: continue_final_message is not"),
     ],
 )
 def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):

@@ -100,6 +100,9 @@ def test_json_about_a_dataset_is_no_data(tmp_path):
         cards = ["dataset_infos.json"] * (kind == "text")
         assert [name for name, _ in found.files] == ["data/a.json", *more, *cards, "info.json"]
         assert ("2 about a dataset (data/state.json, ...)" in found.left_out) == (not more)
+    write(tmp_path / "data" / "a.arrow", "x")
+    with pytest.raises(InputError, match=r"1 \*\.arrow .*; write \*\.arrow with .*to_parquet$"):
+        find_files("parquet", str(tmp_path))
 
 
 def test_the_files_of_a_folder_that_a_pattern_matches_are_said_to_be_left_out(tmp_path):

@@ -73,13 +73,19 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
         (lambda: loaded.generate("b", tokens=1, top_p=1.5), "^top_p=1.5: must be at most 1$"),
         (lambda: loaded.generate("b", max_tokens=1), "^max_tokens: there are only prompt, tokens,"),
+        (lambda: loaded.generate(["a", "b"]), r"^\['a', 'b'\] is not one text in UTF-8$"),
+        (lambda: loaded.score("a\ud800"), r"^'a\\ud800' is not one text in UTF-8$"),
         (lambda: loaded.score(""), "has 0 tokens; a score needs 2"),
         (lambda: loaded.score("b"), f"has 1 tokens; a score needs 2 to {most + 1}$"),
         (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; a score"),
     ):
         with pytest.raises(InputError, match=named):
             use()
-    assert loaded.score("b" * (most + 1)) < 0
+    right = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        found = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
+    assert found == right
+    assert right[0] < 0
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):

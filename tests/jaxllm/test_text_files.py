@@ -215,12 +215,19 @@ def test_a_gpt2_begins_and_ends_as_its_class_and_its_settings_say(tmp_path):
         assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (295, 293, {293})
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
-def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("tokenizer.model", "Auto"),
+        ("tekken.json", "PreTrained.*, add_bos_token="),
+        ("vocab.txt", "Auto"),  # of BERT, as in the Chinese GPT-2s
+    ],
+)
+def test_what_no_library_reads_is_refused_with_the_way_out(name, kind, tmp_path):
     assert not present(tmp_path)
     (tmp_path / name).write_bytes(b"x")
     assert present(tmp_path)
-    with pytest.raises(InputError, match=rf"has {name}, but no tokenizer\.json; to write one: pyt"):
+    with pytest.raises(InputError, match=rf"has {name}, but no tokenizer\.json; .* import {kind}"):
         Tokenizer(tmp_path)
 
 
