@@ -57,7 +57,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
     """Opens the weights of model.init_from, or returns None.
 
     newest: the step to resume from; then only adapters need them, and take their base as the
-    checkpoint names it, or as model.init_from does if that has moved.
+    checkpoint names it, or as model.init_from does if that has moved or is named anew.
     Raises InputError if they belong to another model.
     """
     if not config.model.init_from:
@@ -67,9 +67,10 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
     elif getattr(config.model, "lora", None) is None:
         return None
     else:
-        base = Base(**checkpoints.about(newest)["base"])
-        moved = not Path(base.path).exists()
-        weights = open_weights(config.model.init_from if moved else base.path, base.step)
+        about, named = checkpoints.about(newest), config.model.init_from
+        base, before = Base(**about["base"]), about["config"]["model"]["init_from"]
+        moved = named != before or not Path(base.path).exists()
+        weights = open_weights(named if moved else base.path, base.step)
     check_weights(weights, config)
     return weights
 
@@ -190,7 +191,7 @@ def initial_state(
         if restored is not None:
             known = Base(**checkpoints.about(restored)["base"])
         if known is not None:
-            known.check(checksum)
+            known._replace(path=identity.path).check(checksum)
     if restored is not None:
         saved = trainer.abstract_state().saved()
         return trainer.complete(checkpoints.restore(restored, saved), base), identity

@@ -338,7 +338,7 @@ def write(folders: list[Path], out: Path) -> None:
         with out.open("rb") as file:
             if file.read(len(DOCTYPE)) != DOCTYPE.encode():
                 raise InputError(f"{out} is not a report and would be overwritten; change --out")
-    write_whole(out, page(runs).encode())
+    write_whole(out, page(runs).encode(errors="replace"))  # a folder may have any bytes
 
 
 def main(argv: list[str] | None = None) -> int:

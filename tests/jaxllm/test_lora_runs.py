@@ -120,18 +120,22 @@ def test_a_packed_base_is_trained_as_it_is(runs, capsys):
 
 def test_a_base_that_changed_is_refused(runs, capsys):
     folder, _ = runs
-    moved = folder / "changed"
-    shutil.copytree(folder / "hf", moved)
+    other = folder / "changed"
+    shutil.copytree(folder / "hf", other)
     kept = folder / "hf_kept"
     tensors = load_file(folder / "hf" / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.01
+    save_file(tensors, other / "model.safetensors")
+    again = ["--resume", "--out_dir", folder / "lora", "--train.steps", "9"]
+    line = error_of(capsys, *again, "--model.init_from", other)  # named anew beside the first
+    assert f"the base {other} changed since the adapters were trained" in line
     shutil.move(folder / "hf", kept)
     try:
-        line = error_of(capsys, "--resume", "--out_dir", folder / "lora", "--train.steps", "9")
+        line = error_of(capsys, *again)
         assert f"{folder / 'hf'} does not exist" in line
         shutil.copytree(kept, folder / "hf")
         save_file(tensors, folder / "hf" / "model.safetensors")
-        line = error_of(capsys, "--resume", "--out_dir", folder / "lora", "--train.steps", "9")
+        line = error_of(capsys, *again)
         assert f"the base {folder / 'hf'} changed since the adapters were trained" in line
         assert generate.main(["--checkpoint", str(folder / "lora"), *PROMPT]) == 2
         assert "changed since the adapters were trained" in capsys.readouterr().err
