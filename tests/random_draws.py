@@ -354,7 +354,10 @@ def _fp8(r: Draw) -> tuple[tuple[int, ...], int, int]:
     """Rows and the two widths of a matrix: multiples of 64, seldom of 16 or nothing."""
     if r.odds(0.2):
         return r.rows(16, 64), r.size(16, 64), r.size(16, 64)
-    return r.one((64,), (2, 64), (192,)), r.one(64, 128, 192), r.one(64, 128, 320)
+    k, n = r.one(64, 128, 192), r.one(64, 128, 320)
+    if wide := r.large(576, 1088, 2112):
+        k, n = r.one((wide, n), (k, wide))
+    return r.one((64,), (2, 64), (192,)), k, n
 
 
 _ODD = ("spread",), ("rows of zeros",), ("some", (math.inf,)), ("some", (math.nan,))
