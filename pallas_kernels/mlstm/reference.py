@@ -104,9 +104,11 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     carried = b + jnp.where(continues, m_before[..., None], 0)
     m = jnp.maximum(carried, jnp.max(log_d, -1))
     m = jnp.maximum(m, floor(stat))
-    q = q * max(q.shape[-1], 1) ** -0.5
-    p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
-    w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
+    # The weights contain 1 / sqrt(DQK): what q k^T is multiplied with also scales its cotangent,
+    # which float16 must hold.
+    s = max(q.shape[-1], 1) ** -0.5
+    p = _matmul(dtype, q, k.mT) * (s * jnp.exp(log_d - m[..., None]))
+    w = s * jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
     l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
     scale = _row_scale(l, m, gate, normalize, eps)
     # Normalising before the matmuls means that the backward pass does not need their results, and

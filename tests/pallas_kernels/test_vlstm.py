@@ -333,6 +333,20 @@ def test_float16_saturates():
     assert numpy_loop(*args, empty, "exp", True)[0, 1, 0, 0] > 65504
 
 
+def test_float16_holds_the_gradient_of_q_k_near_l_0():
+    """Times 1 / sqrt(DQK) it is 16,400, without 131,000."""
+    ones = jnp.ones((1, 2, 1, 64), jnp.float16)
+    sides = jnp.float16([1, -1])[:, None, None]
+    q, k, v = ones, ones * jnp.float16([2, -2 + 2**-10])[:, None, None], sides * ones / 4
+    args, dh = (q, k, v, *[jnp.full((1, 2, 1), 20.0)] * 2), ones.at[:, 0].set(0) / 64
+    actual = pull_back(functools.partial(vlstm, implementation="xla"), args, dh)
+    with jax.enable_x64(True):
+        wide = [jnp.float64(np.asarray(x)) for x in (*args, dh)]
+        expected = pull_back(functools.partial(vlstm, implementation="xla"), wide[:-1], wide[-1])
+    assert np.abs(expected[2]).max() > 16_000
+    np.testing.assert_allclose(np.float64(actual[2]), expected[2], rtol=2e-3)
+
+
 def test_an_input_gate_may_be_closed_entirely():
     """i = -inf at some positions equals a sequence whose k is zero there, without any NaN."""
     q, k, v, i, f = inputs(1, 40, 2, 8, 8)
