@@ -123,7 +123,8 @@ def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list
 def _wait(children: list[_Child]) -> None:
     """Waits until all processes have exited; passes on what they write to standard error.
 
-    The text is held until a process is quiet, so that its last words can be replaced.
+    The text is held until a process is quiet, so that its last words can be replaced; after FATAL
+    until it has ended, for which a busy machine may need longer.
     """
     written, failed = time.monotonic(), None
     while running := [c for c in children if c.status is None]:
@@ -140,7 +141,7 @@ def _wait(children: list[_Child]) -> None:
                     failed = failed or time.monotonic()
         now = time.monotonic()
         if failed is None and now - written > QUIET:
-            _pass_on(children)
+            _pass_on([c for c in children if FATAL not in c.held])
         if failed is not None and now - failed > GRACE:
             for child in running:
                 if child.status is None and not child.ended:

@@ -1,6 +1,8 @@
 """Several processes train as one, write their parts, stop together, and name the one that dies."""
 
+import io
 import json
+import os
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ from training_runs import REPO, command, error_of
 from jaxllm import config as configs
 from jaxllm.config import InputError
 from jaxllm.sharding import make_mesh
+from jaxllm.train import processes
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.step import Trainer
@@ -124,6 +127,19 @@ def test_a_killed_process_ends_the_others_of_its_machine(runs):
         " continue with --resume"
     )
     assert "Traceback" not in run["output"]
+
+
+def test_a_process_that_takes_long_to_abort_is_not_blamed(monkeypatch, capsys):
+    """On a busy machine its last words were passed on before it ended, and its signal was named."""
+    monkeypatch.setattr(processes, "QUIET", 0.1)
+    words = f"{processes.FATAL.decode()}: Failed to send RPC to coordination service"
+    script = f"echo '{words}' >&2; sleep 0.7; kill -ABRT $$"
+    with subprocess.Popen(["sh", "-c", script], stderr=subprocess.PIPE) as child:
+        children = [processes._Child(child.pid, os.dup(child.stderr.fileno()))]
+        processes._wait(children)
+    peers = io.StringIO(json.dumps(["process 0 (pid 5 on a)", f"process 1 (pid {child.pid} on b)"]))
+    assert processes._report(children, peers) == 1
+    assert "process 0 (pid 5 on a) died or lost its connection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("index", [0, 1])
