@@ -4,7 +4,8 @@
     ldmatrix    8 x 8 pieces of shared memory into registers, as mma wants them
     mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
 
-A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.
+A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.  Hopper's
+attention calls `store_rows` for what TMA cannot store, each warpgroup for its own tile.
 Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
 copies are written here in Mosaic's own language; tests/specifications.py says what they do, which
 the tests' interpreter runs.

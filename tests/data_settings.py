@@ -32,11 +32,8 @@ def settings(tmp_path):
 
 def opened(data, *, seq_len=8, seed=0, vocab_size=1000, training=True):
     """The data set of a run with this data configuration."""
-    train, model = (
-        SimpleNamespace(seq_len=seq_len, seed=seed),
-        SimpleNamespace(vocab_size=vocab_size),
-    )
-    run = SimpleNamespace(data=data, train=train, model=model)
+    train = SimpleNamespace(seq_len=seq_len, seed=seed)
+    run = SimpleNamespace(data=data, train=train, model=SimpleNamespace(vocab_size=vocab_size))
     return open_dataset(run, training=training)
 
 

@@ -97,7 +97,7 @@ def normal(seed, shape):
 
 
 def results(f, gradient, rows, weights):
-    """The result and all gradients, in host memory or on the device."""
+    """The result and all gradients, those of the weights last."""
 
     def run(*arrays):
         if not gradient:
@@ -115,17 +115,16 @@ def check(name: str) -> str:
     weights = [normal(50 + n, shape) * 0.1 for n, shape in enumerate(weight_shapes)]
     count, of_weights = rows[0].shape[0], len(weights) if gradient else 0
     part = lambda begin, end: results(f, gradient, [x[begin:end] for x in rows], weights)
-    take = lambda xs, begin, end: [np.asarray(x[begin:end]) for x in xs if x.ndim]
-    whole = results(f, gradient, rows, weights)
-    by_row, sums = whole[: len(whole) - of_weights], whole[len(whole) - of_weights :]
+    split = lambda found: (found[: len(found) - of_weights], found[len(found) - of_weights :])
+    take = lambda xs, begin: [np.asarray(x[begin : begin + piece]) for x in xs if x.ndim]
+    by_row, sums = split(results(f, gradient, rows, weights))
     assert max(x.size for x in (*rows, *by_row)) > 2**31 or "mlp" in name or "linear" in name
-    kept = {at: take(by_row, at, at + piece) for at in (0, count - piece)}
+    kept = {at: take(by_row, at) for at in (0, count - piece)}
     sums = [np.asarray(x.astype(jnp.float32)) for x in sums]
-    del whole, by_row
+    del by_row
     wrong = []
     for at, expected in kept.items():
-        own = take(part(at, at + piece)[: len(expected) + 1], 0, piece)
-        own = [x for x in own if x.shape[0] == piece][: len(expected)]
+        own = take(split(part(at, at + piece))[0], 0)
         for n, (x, y) in enumerate(zip(expected, own, strict=True)):
             if x.tobytes() != y.tobytes():
                 x, y = x.astype(np.float32), y.astype(np.float32)
@@ -136,7 +135,7 @@ def check(name: str) -> str:
                     f"result {n} of rows {at}...: {np.mean(x != y):.2g} of it, {apart:.2g}"
                 )
     half = count // 2 // 256 * 256 if count > 512 else count // 2
-    halves = [part(0, half)[-of_weights:], part(half, count)[-of_weights:]] if of_weights else []
+    halves = [split(part(*ends))[1] for ends in ((0, half), (half, count))] if of_weights else []
     for n, (x, *two) in enumerate(zip(sums, *halves, strict=True)):
         y = sum(np.asarray(z.astype(jnp.float32)) for z in two)
         apart = np.sqrt(np.mean((x - y) ** 2)) / np.sqrt(np.mean(y**2))

@@ -92,7 +92,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind])
         what = f"is a folder without {kinds} files"
     if not found.files:
-        fix = "; write *.arrow with datasets' to_parquet" * ("*.arrow" in found.left_out)
+        fix = "; write *.arrow with datasets' to_parquet" if "*.arrow" in found.left_out else ""
         raise InputError(f"{key}={path} {what}{found.left_out}{fix}")
     return found
 

@@ -26,8 +26,6 @@ from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_sharding
 from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
-_is_variable = lambda node: isinstance(node, nnx.Variable)
-
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
@@ -58,6 +56,10 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """(graph, dropout keys' shapes) of the model as the train step computes it, perhaps in fp8."""
     graph, _, keys = nnx.split(abstract(config.model, config.train.fp8), nnx.Param, DropoutKey)
     return graph, keys
+
+
+def _is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:

@@ -326,13 +326,13 @@ def store(w: Worker, i: Item, o, m, l):
     s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
     # Found again: the loop leaves no registers to keep it.
     row, (batch, head) = s.where(lax.optimization_barrier(i.number))
-    rows = pl.ds(row + w.wg * ROWS, ROWS)
+    row += w.wg * ROWS
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
-    schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row + w.wg * ROWS, head)
-    mosaic.store(lse_ref.at[batch, head, rows], lse)
+    schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row, head)
+    mosaic.store(lse_ref.at[batch, head, pl.ds(row, ROWS)], lse)
 
 
 def attend(w: Worker, i: Item):

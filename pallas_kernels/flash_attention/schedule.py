@@ -234,8 +234,8 @@ def launch(
 
 def forward_results(q, call: Call):
     """The types of O (B, T, H, D) and of the log-sum-exp (B, H, stat_rows(T))."""
-    b, _, h, _ = q.shape
-    h, (t, _) = h if call.heads is None else call.heads[0], call.lengths
+    b, t = q.shape[0], call.lengths[0]
+    h = q.shape[2] if call.heads is None else call.heads[0]
     lse = jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32)
     return jax.ShapeDtypeStruct((b, t, h, call.width), q.dtype), lse
 
