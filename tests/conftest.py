@@ -54,7 +54,7 @@ QUICK_FILES = {"test_config.py", "test_dispatch.py", "test_house.py", "test_pari
 QUICK_TESTS = (
     "_matches_float64",
     "test_error_ratio",
-    "test_chunks_walked_in_spans",
+    "test_states_of_several_tiles",
     "test_a_token_does_not_affect_earlier_outputs",
     "test_a_run_writes_everything_it_promises",
 )
@@ -100,19 +100,6 @@ def one_block(monkeypatch):
     monkeypatch.setattr(tiles, "_BLOCKS", 1)
     monkeypatch.setattr(tiles, "_WIDE", [(*w[:2], 1) for w in tiles._WIDE])
     monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-
-
-@pytest.fixture
-def one_team(monkeypatch):
-    """One interpreted block computes all chunks of a vLSTM, as the blocks of a full grid do."""
-    from kernel_checks import ON_GPU
-
-    from pallas_kernels import mosaic
-    from pallas_kernels.mlstm import intra_chunk
-
-    if not ON_GPU:
-        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_chunk, "TEAMS", 1)
 
 
 @pytest.fixture

@@ -405,7 +405,7 @@ DRAWS = {
     "row_linear": (row_linear,),
     "fp8_linear": (fp8_linear,),
 }
-GENERAL = ("attention", "decode_attention", "vlstm")  # ops with a form of its own for other GPUs
+GENERAL = ("attention", "decode_attention")  # ops with a form of its own for other GPUs
 # Ops with more forms than others have more calls.
 ORDER = (*DRAWS, "attention", "vlstm", "vlstm", "mlp", "quantized_linear", "layer_norm")
 

@@ -1,7 +1,7 @@
 """jnp twins of the vLSTM's two kernels: the same formulas, rounded to the data's dtype where the
 kernels round.  In float64 nothing is rounded, so a cell built on them is exact.  The cell's
-recurrent and parallel forms, to which the chunkwise ones are held.  The arguments with which both
-forms of the kernels are tested, and how two ops are compared bit for bit."""
+recurrent and parallel forms, to which the chunkwise ones are held.  The arguments with which the
+kernels are tested, and how two ops are compared bit for bit."""
 
 import functools
 
@@ -126,7 +126,7 @@ def states(
 
 def chunk_outputs(
     a, b, x, chunk_states, vectors, along=None, like=None, joint=None, *, mode,
-    normalize=True, sms=0,
+    normalize=True,
 ):  # fmt: skip
     assert joint is None
     of = vectors
@@ -169,9 +169,9 @@ def chunk_outputs(
     return out[:, :length].astype(x.dtype), *stats
 
 
-def together(x, size):
-    """(B,T,H,D) as the kernels take it, in tiles of `size` columns."""
-    return Heads.of(x, x.shape[-1], size)
+def together(x):
+    """(B,T,H,D) as the kernels take it, in tiles of 64 columns."""
+    return Heads.of(x, x.shape[-1])
 
 
 def _apart(x: Heads, heads):

@@ -4,7 +4,6 @@ output gate and norm that follow in an xLSTM block.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,76 +12,50 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.mlstm import general, intra, intra_chunk, reference, states
+from pallas_kernels.mlstm import reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
-from pallas_kernels.mlstm.states import Heads
+from pallas_kernels.mlstm.intra import chunk_outputs
+from pallas_kernels.mlstm.states import SIZE, Heads, states
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
 from pallas_kernels.options import with_gradient
 from pallas_kernels.packed import Packed, shapes, split
 
 
-class CellForm(NamedTuple):
-    """The two kernels, in one of their forms, and what they need."""
-
-    states: Callable
-    chunk_outputs: Callable
-    largest: int  # positions of a chunk
-    rows: int  # T is a multiple of this
-
-
-def _form(of_states, of_outputs, **sizes) -> CellForm:
-    walk = functools.partial(states.states, form=of_states)
-    return CellForm(walk, functools.partial(intra.chunk_outputs, form=of_outputs), **sizes)
-
-
-# TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = _form(states.HOPPER, intra_chunk, largest=128, rows=8)
-GENERAL = _form(general.STATES, general, largest=64, rows=1)
-
-
 class CellCall(NamedTuple):
     """The static arguments of a call."""
 
-    length: int  # T without padding
+    length: int  # T
     dqk: int  # DQK without padding
     dv: int  # the same of DV
-    size: int  # positions of a chunk
     normalize: bool
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
     norm_eps: float | None
-    form: CellForm
 
 
-def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
-    """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
-    even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
-    return form.largest if even else 64
-
-
-def in_place(packed: Packed, form: CellForm) -> bool:
+def in_place(packed: Packed) -> bool:
     """Whether the kernels take the array as it is: without padding."""
     (_, dqk), _, (_, dv), *_ = packed.parts
-    return not (dqk % 64 or dv % 64 or packed.array.shape[1] % form.rows)
+    return not (dqk % SIZE or dv % SIZE)
 
 
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "norm_eps", "form"),
+    static_argnames=("gate", "normalize", "return_state", "norm_eps"),
 )
 def chunkwise(
     operands, i, f, weight=None, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    norm_eps=None, form: CellForm = HOPPER,
+    norm_eps=None,
 ):  # fmt: skip
     """Computes `reference.chunkwise` with the kernels, for eps = 0.
 
     operands: q, k and v, or a Packed of them.
     weight: of the norm that follows, if it `fits`; o is then the fourth part of the Packed.
     """
-    packed = operands if isinstance(operands, Packed) and in_place(operands, form) else None
+    packed = operands if isinstance(operands, Packed) and in_place(operands) else None
     q, k, v, *_ = split(operands) if packed is None else shapes(operands)
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
     starts = None if segment_ids is None else reference._starts(segment_ids, i.shape[:2])
@@ -92,21 +65,20 @@ def chunkwise(
         c, n, m = reference._state(initial_state, q, v)
         # 1, with the gradient of e^m, because the kernels do not differentiate m.
         scale = jnp.exp(m - lax.stop_gradient(m))
-        c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
-        first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
-    # Tiles are multiples of 64 columns.  Other lengths and widths are padded in copies.
-    pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64)
+        c = mosaic.pad_axis(mosaic.pad_axis(c, 2, SIZE), 3, SIZE)
+        first = c * scale[..., None, None], mosaic.pad_axis(n, 2, SIZE) * scale[..., None]
+    # Tiles have 64 columns.  Other widths are padded in copies.
+    pad = lambda x: mosaic.pad_axis(x, 3, SIZE)
     arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
     call = CellCall(
-        q.shape[1], dqk, dv, tile_size(dqk, dv, form), normalize, first is not None, return_state,
-        mosaic.sm_count(), norm_eps, form,
-    )  # fmt: skip
+        q.shape[1], dqk, dv, normalize, first is not None, return_state, mosaic.sm_count(), norm_eps
+    )
     h, last = cell(arrays, i, lf, first, m, starts, weight, call)
-    h = h[:, : call.length, :, :dv]
+    h = h[..., :dv]
     if not return_state:
         return h
     c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
-    m_last = gates(i, lf, m, starts, call.size).m_last
+    m_last = gates(i, lf, m, starts, SIZE).m_last
     scale = jnp.exp(lax.stop_gradient(m_last) - m_last)  # 1, with the gradient of e^-m
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
@@ -114,10 +86,10 @@ def chunkwise(
 def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     """q, k and v as the kernels see them."""
     if len(arrays) == 3:
-        return [Heads.of(x, x.shape[-1], call.size) for x in arrays]
+        return [Heads.of(x, x.shape[-1]) for x in arrays]
     (qkv,), dqk = arrays, call.dqk
     return [
-        Heads.of(qkv, width, call.size, heads * start)
+        Heads.of(qkv, width, heads * start)
         for width, start in ((dqk, 0), (dqk, dqk), (call.dv, 2 * dqk))
     ]
 
@@ -131,18 +103,15 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     weight: computes sigmoid(o) layer_norm(h, weight) in place of h, o being the last columns of one
     array.  Splitting the array would copy it: the kernels index its columns.
     """
-    outputs = call.form.chunk_outputs
     q, k, v = _heads(arrays, i.shape[2], call)
-    g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
-    c, n, last, _ = call.form.states(
-        k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms
-    )
+    g, s = gates(i, lf, m, starts, SIZE), call.dqk**-0.5
+    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
-    h, norm, sign = outputs(
+    h, norm, sign = chunk_outputs(
         q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start), n,
-        mode="forward", normalize=call.normalize, sms=call.sms,
+        mode="forward", normalize=call.normalize,
     )  # fmt: skip
     h = h.reshape(*arrays[0].shape[:2], i.shape[2], -1)
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
@@ -155,10 +124,9 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     return (h, last), (arrays, g, c, n, norm, sign, normed)
 
 
-def _gradient(call: CellCall, mode, into, *operands) -> tuple[Any, Any]:
+def _gradient(mode, into, *operands) -> tuple[Any, Any]:
     """(the gradient that the mode computes, further results); into: the array for it, or None."""
-    options = dict(mode=mode, sms=call.sms)
-    run = lambda into, *operands: call.form.chunk_outputs(*operands, into, **options)
+    run = lambda into, *operands: chunk_outputs(*operands, into, mode=mode)
     if into is None:
         gradient, *results = run(None, *operands)
         return gradient, results
@@ -177,33 +145,32 @@ def cell_backward(call, saved, cotangents):
         # joint: the gradient of the array, with the columns of o alone; dq, dk and dv follow.
         dh, dweight, *_, joint = norms.backward(True, call.norm_eps, normed, (dh, None))
     q, k, v = _heads(arrays, dh.shape[2], call)
-    dh = Heads.of(dh, dh.shape[-1], call.size)
+    dh = Heads.of(dh, dh.shape[-1])
     # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a
     # row must then use the rounded N, because terms far larger than the gates' gradients cancel.
     row = g.row + jnp.log2(norm)
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
-    of = functools.partial(_gradient, call)
-    dq, (dot,) = of("dq", joint, dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q)
+    dq, (dot,) = _gradient("dq", joint, dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q)
     shift = sign * dot
-    dc, dn, d_first, c_dc = call.form.states(
+    dc, dn, d_first, c_dc = states(
         q, dh, carried, carried * shift, g.decay, d_last, c,
         reverse=True, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
     one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq
-    dk, (inside, outside) = of("dk", dq if one else None, v, dh, q, dc, seen, dn, k)
-    dv, _ = of("dv", dk if one else None, k, q, dh, dc, seen, None, v)
+    dk, (inside, outside) = _gradient("dk", dq if one else None, v, dh, q, dc, seen, dn, k)
+    dv, _ = _gradient("dv", dk if one else None, k, q, dh, dc, seen, None, v)
     gradients = (dv,) if one else (dq, dk, dv)
     gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))
 
     di = inside + outside  # k . dk
     # q . dq: h does not depend on the length of q where l divides it; elsewhere it is linear in q.
     q_dq = jnp.where(sign == 0, dot, 0)
-    # Adding these to L numbers first puts the sums over L, over DX and of <C, dC> in one kernel.
+    # Adding these to 64 numbers first puts the sums over 64, over DX and of <C, dC> in one kernel.
     dots = jnp.concatenate([c_dc, (n * dn)[..., None, :]], -2)
-    dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, call.size), axis=3)
+    dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, SIZE), axis=3)
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
     flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
@@ -213,12 +180,12 @@ def cell_backward(call, saved, cotangents):
 cell = with_gradient(cell_forward, cell_backward, nondiff_argnums=(7,))
 
 
-def gated_fits(packed: Packed, weight, eps, implementation, form) -> bool:
+def gated_fits(packed: Packed, weight, eps, implementation) -> bool:
     """Whether both the cell's and the norm's kernels read the array in place.
 
     Raises what `layer_norm` raises.
     """
-    if not in_place(packed, form):
+    if not in_place(packed):
         return False
     _, (heads, dqk), _, (_, dv) = packed.parts
     h = jax.ShapeDtypeStruct((*packed.array.shape[:2], heads, dv), packed.array.dtype)

@@ -1,6 +1,6 @@
 """The intra-chunk kernel of the mLSTM cell: h, dq, dk and dv of all chunks at once.
 
-The L x L matrix W is an elementwise function of A B^T, and out = W X + scale * (A states):
+The 64 x 64 matrix W is an elementwise function of A B^T, and out = W X + scale * (A states):
 
                 A    B    X    states   W                        out
     forward     q    k    v    C        A B^T * D                h
@@ -13,21 +13,26 @@ normaliser N; in the backward modes row[t] contains N.  shift = -sign(l) dh . h 
 else 0.  dq and dk also compute Y X^T (q k^T, transposed for dk), so that dh . h and the sums of
 dP * P, which give the gates' gradients, use W before it is rounded.
 
-All operands but the vectors are loaded as squares of edge L; A stays in shared memory, the others
-pass through a ring in the order of `ChunkPlan.order`.  Here are the modes, their vectors and the
-call; intra_chunk.py loads and multiplies on Hopper, general.py on every GPU since Ampere.
-Such a form is a module with functions of w, a ChunkWorker, and n, a square's number in the ring:
+All operands but the vectors are loaded as squares of edge 64; A stays in shared memory, the others
+pass through a ring in the order of `ChunkPlan.order`.
 
-    a_times(w, n, tile)                 A times the states of a tile, or for None A B^T
-    y_times_x(w, n)                     Y X^T, from the last tile to the first
-    sums_with_y(w, z, tile, n)          the sums of the rows of z * Y
-    left(w, weights)                    W, rounded, as the left operand of a matmul
-    finish(w, tile, start, weights, n)  stores a tile of start + W X
+A block is one warpgroup and computes one chunk; W and a square of out stay in registers.  It runs
+on every NVIDIA GPU since Ampere, by the copies and matmuls of ampere.py:
+
+    A: 64 positions x DA       --cp.async->  a[DA / 64]
+    vectors                    --cp.async->  vectors
+    B, X, states, Y,           --cp.async->  ring[3]
+    a square a step
+
+    step n:  wait for square n     square n + 2 on its way     multiply
+
+A result leaves through the slot of the last square that it needed.  As a result of mma W lies where
+the next mma wants its left operand.
 """
 
 import functools
 from dataclasses import replace
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,9 +41,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
-from pallas_kernels.mlstm.states import Heads
-from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
+from pallas_kernels import ampere, mosaic
+from pallas_kernels.mlstm.reference import narrow, saturated
+from pallas_kernels.mlstm.states import SIZE, Heads
+from pallas_kernels.mosaic import COL, ROW, WGMMA
 
 Mode = Literal["forward", "dq", "dk", "dv"]
 # The vectors that a mode reads along the rows and the columns of W, and how many it writes.
@@ -52,12 +58,12 @@ OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv":
 STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
 B, X, STATES, Y = range(4)  # kinds of squares
 ORDER = 128  # squares that the list in shared memory has room for
+SLOTS = 3  # squares in the ring
 
 
 class ChunkPlan(NamedTuple):
     """The static arguments of a call and the split of its work."""
 
-    form: ModuleType
     mode: Mode
     normalize: bool
     packed: bool  # several documents in a sequence
@@ -66,14 +72,8 @@ class ChunkPlan(NamedTuple):
     heads: int
     chunks: int  # of a sequence
     items: int  # chunks of all sequences and heads
-    size: int  # L
     parts: int  # squares across A and B
     tiles: int  # squares across X and out
-    blocks: int
-    slots: int  # squares in a team's ring
-    wgs: int = 1  # warpgroups that share a chunk
-    teams: int = 1  # chunks that a block computes at a time, each with its own buffers
-    rings_y: int = 0  # 1 if Y passes through the ring
 
     @property
     def transposes_state(self):
@@ -98,7 +98,7 @@ class ChunkPlan(NamedTuple):
         """(kind, row, column) of a chunk's squares in the order of their use."""
         tiles, parts, turned = range(self.tiles), range(self.parts), self.transposes_state
         x = [[(X, 0, tile)] for tile in tiles]
-        y = [[(Y, 0, tile)] * (turned * self.rings_y) for tile in tiles]
+        y = [[(Y, 0, tile)] * turned for tile in tiles]
         states = [
             [(STATES, tile, part) if turned else (STATES, part, tile) for part in parts]
             for tile in tiles
@@ -121,43 +121,131 @@ class Inputs(NamedTuple):
     states: Any
     y: Any  # Heads; None unless transposes_state
     joint: Any  # Heads where the result goes; None: to a separate array
-    vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
+    vectors: dict[str, Any]  # (B,H,N L) each; "along" is (B,H,N DX)
 
 
 class ChunkWorker(NamedTuple):
-    """A warpgroup of a block, and its chunk of a sequence and head."""
+    """A block, and its chunk of a sequence and head."""
 
     schedule: ChunkPlan
     inputs: Inputs
     out: Heads
     stat_refs: tuple
     smem: Any
-    a: Any  # its rows of A's squares, in shared memory
-    wg: Any = 0  # index among the warpgroups that share a chunk
-    thread: Any = 0  # index among all warpgroups of the block
-    first: Any = None  # the item of its team's first chunk
-    ring: Any = None  # of its team, on Hopper
-    item: Any = None
-    b: Any = None
-    h: Any = None
-    index: Any = None  # n of N
-    vectors: Any = None  # of the chunk: name -> reference
+    item: Any
+    b: Any
+    h: Any
+    index: Any  # n of N
 
-    def at(self, item):
-        """The same for another chunk."""
-        pair, index = mosaic.divide(item, self.schedule.chunks)
-        b, h = mosaic.divide(pair, self.schedule.heads)
-        return self._replace(item=item, b=b, h=h, index=index)
-
-    @property
-    def mine(self):
-        """Its positions in the chunk."""
-        return pl.ds(self.wg * ROWS, ROWS)
+    @classmethod
+    def of(cls, s: ChunkPlan, inputs: Inputs, out, stat_refs, smem):
+        """The work of this block."""
+        item = lax.axis_index("block")
+        pair, index = mosaic.divide(item, s.chunks)
+        return cls(s, inputs, out, stat_refs, smem, item, *mosaic.divide(pair, s.heads), index)
 
     @property
     def row0(self):
-        """Its first position in the sequence."""
-        return self.index * self.schedule.size + self.wg * ROWS
+        """The chunk's first position in the sequence."""
+        return self.index * SIZE
+
+
+# Load.
+
+
+def scratch(s: ChunkPlan, vectors) -> dict:
+    """Shared memory of a block, see the picture."""
+    squares = lambda n: mosaic.tiled(n, SIZE, SIZE, dtype=s.dtype)
+    lines = {name: plgpu.SMEM((x.shape[-1] // s.chunks,), x.dtype) for name, x in vectors.items()}
+    order = plgpu.SMEM((ORDER,), jnp.int32)
+    return dict(order=order, a=squares(s.parts), ring=squares(SLOTS), vectors=lines)
+
+
+def begin(w: ChunkWorker):
+    """Loads what comes first."""
+    s, smem, inputs = w.schedule, w.smem, w.inputs
+    words = plgpu.Layout.WG_STRIDED((ORDER,), vec_size=1)
+    mosaic.store(smem.order, mosaic.read(inputs.order, words))
+    for name, ref in inputs.vectors.items():
+        target = smem.vectors[name]
+        ampere.load_line(ref, target, w.b, w.h, w.index * target.shape[0])
+    for part in range(s.parts):
+        tile = inputs.a.tile(w.h, part)
+        ampere.load_rows(inputs.a.array, w.smem.a.at[part], w.b, tile, w.row0, s.length)
+    ampere.meet()
+    for n in range(SLOTS - 1):
+        load_square(w, jnp.int32(n))
+
+
+def load_square(w: ChunkWorker, n):
+    """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
+    s, inputs, steps = w.schedule, w.inputs, len(w.schedule.order)
+    word = w.smem.order[jnp.minimum(n, steps - 1)]
+    kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
+    slot, there = w.smem.ring.at[lax.rem(n, SLOTS)], n < steps
+    length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
+    of_chunk = lambda x: (
+        lambda: ampere.load_rows(x.array, slot, w.b, w.h * x.tiles + j, w.row0, length)
+    )
+    squares = [
+        of_chunk(inputs.b),
+        of_chunk(inputs.x),
+        lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state),
+    ]
+    lax.switch(kind, squares + [of_chunk(inputs.y)] * s.transposes_state)
+
+
+def square(w: ChunkWorker, n):
+    """The n-th square.  All threads have done then with the one before it."""
+    ampere.wait(SLOTS - 2)
+    load_square(w, n + SLOTS - 1)
+    return w.smem.ring.at[lax.rem(n, SLOTS)]
+
+
+# Multiply.
+
+
+def a_times(w: ChunkWorker, n, turned: bool):
+    """A times the squares from number n on, or with `turned` times the transposed ones."""
+    multiply = ampere.times_columns if turned else ampere.times_rows
+
+    def one(part, acc):
+        right = square(w, n + part)
+        return multiply(acc, ampere.left(w.smem.a.at[part]), right)
+
+    return lax.fori_loop(0, w.schedule.parts, one, mosaic.zeros((SIZE, SIZE), WGMMA))
+
+
+def y_times_x(w: ChunkWorker, n):
+    """Y X^T, from the last tile to the first."""
+
+    def one(tile, acc):
+        y = ampere.left(square(w, n + 2 * tile))
+        return ampere.times_columns(acc, y, square(w, n + 2 * tile + 1))
+
+    return lax.fori_loop(0, w.schedule.tiles, one, mosaic.zeros((SIZE, SIZE), WGMMA))
+
+
+def sums_with_y(w: ChunkWorker, z, n):
+    """The sums of the rows of z * Y."""
+    return sum_rows(z * plgpu.load(square(w, n), layout=WGMMA).astype(jnp.float32))
+
+
+def left(w: ChunkWorker, weights):
+    """W, rounded, as the left operand of a matmul."""
+    s = w.schedule
+    weights = saturated(weights, s.dtype) if s.mode == "forward" else weights
+    return ampere.as_left(weights, s.dtype)
+
+
+def finish(w: ChunkWorker, tile, start, weights, n):
+    """Stores a tile of start + W X."""
+    s, x = w.schedule, square(w, n)
+    out = ampere.times_rows(start, weights, x)
+    ampere.meet()  # all have read X, whose place the result takes
+    x[...] = narrow(out, s.dtype, s.mode == "forward")
+    ampere.meet()
+    ampere.store_rows(x, w.out.array, w.b, w.out.tile(w.h, tile), w.row0, s.length)
 
 
 # Vectors and tiles of W.
@@ -169,19 +257,18 @@ materialize = lax.optimization_barrier
 
 def broadcast_rows(w: ChunkWorker, vector):
     """Broadcasts one number for each row to a tile of W."""
-    return mosaic.along(vector, (ROWS, w.schedule.size), 0)
+    return mosaic.along(vector, (SIZE, SIZE), 0)
 
 
 def load_rows(w: ChunkWorker, name):
-    """Loads a vector at the warpgroup's rows."""
-    return mosaic.read(w.vectors[name].at[w.mine], ROW)
+    """Loads a vector at the chunk's positions."""
+    return mosaic.read(w.smem.vectors[name], ROW)
 
 
 def load_columns(w: ChunkWorker, name, tile=0):
     """Loads a vector at a tile's columns and broadcasts it to all rows."""
-    size = w.schedule.size
-    vector = mosaic.read(w.vectors[name].at[pl.ds(tile * size, size)], COL)
-    return mosaic.along(vector, (ROWS, size), 1)
+    vector = mosaic.read(w.smem.vectors[name].at[pl.ds(tile * SIZE, SIZE)], COL)
+    return mosaic.along(vector, (SIZE, SIZE), 1)
 
 
 def load_tile(w: ChunkWorker, name):
@@ -193,20 +280,18 @@ def load_tile(w: ChunkWorker, name):
 
 def store_stats(w: ChunkWorker, *stats):
     for ref, value in zip(w.stat_refs, stats, strict=True):
-        mosaic.store(ref.at[w.b, w.h, w.index, w.mine], value)
+        mosaic.store(ref.at[w.b, w.h, w.index], value)
 
 
 def decays(w: ChunkWorker):
-    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
-    s, start = w.schedule, w.index * w.schedule.size
-    # Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
-    # registers throughout the kernel.  Positions in the sequence are not.
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
-    i, j = w.row0 + iota(0, layout=WGMMA), start + iota(1, layout=WGMMA)
+    """Computes D; keeping it would cost 64 registers."""
+    s, iota = w.schedule, functools.partial(plgpu.broadcasted_iota, jnp.int32, (SIZE, SIZE))
+    # Positions in the sequence: `backward_dq` has them computed again from another index.
+    i, j = w.row0 + iota(0, layout=WGMMA), w.row0 + iota(1, layout=WGMMA)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:
-        visible = visible & (position >= load_tile(w, "start").astype(jnp.int32) + start)
+        visible = visible & (position >= load_tile(w, "start").astype(jnp.int32) + w.row0)
     return jnp.exp2(jnp.where(visible, load_tile(w, "row") + load_tile(w, "col"), -jnp.inf))
 
 
@@ -222,21 +307,21 @@ def forward(w: ChunkWorker, ab, n):
     if s.normalize:
 
         def q_times_n(part, sums):
-            q = plgpu.load(w.a.at[part], layout=WGMMA).astype(jnp.float32)
+            q = plgpu.load(w.smem.a.at[part], layout=WGMMA).astype(jnp.float32)
             return sums + sum_rows(q * load_columns(w, "along", part))
 
-        qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
+        qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((SIZE,), ROW))
         l = sum_rows(weights) + scale * qn
         below = jnp.abs(l) <= norm  # not of NaN
         norm = 1 / jnp.where(below, norm, jnp.abs(l))
         sign = jnp.where(below, 0.0, jnp.where(l > 0, -1.0, 1.0))
     store_stats(w, norm, sign)
     # Add the values of the chunk and the part from the state, and store.
-    finish_all(w, s.form.left(w, weights * broadcast_rows(w, norm)), scale * norm, n)
+    finish_all(w, left(w, weights * broadcast_rows(w, norm)), scale * norm, n)
 
 
 def backward_dv(w: ChunkWorker, ab, n):
-    finish_all(w, w.schedule.form.left(w, ab * decays(w)), load_rows(w, "scale"), n)
+    finish_all(w, left(w, ab * decays(w)), load_rows(w, "scale"), n)
 
 
 def finish_all(w: ChunkWorker, weights, scale, n):
@@ -246,8 +331,8 @@ def finish_all(w: ChunkWorker, weights, scale, n):
     @pl.loop(0, s.tiles)
     def _(tile):
         step = n + tile * (s.parts + 1)
-        through = s.form.a_times(w, step, tile) * broadcast_rows(w, scale)
-        s.form.finish(w, tile, through, weights, step + s.parts)
+        through = a_times(w, step, s.transposes_state) * broadcast_rows(w, scale)
+        finish(w, tile, through, weights, step + s.parts)
 
 
 def backward_dk(w: ChunkWorker, ab, n):
@@ -256,101 +341,106 @@ def backward_dk(w: ChunkWorker, ab, n):
     weights = materialize((ab + load_tile(w, "shift")) * decays(w))
     scale = load_rows(w, "scale")
     # Sum the input gate's gradient from the chunk.
-    inside = sum_rows(weights * s.form.y_times_x(w, n))
-    weights, n = s.form.left(w, weights), n + s.tiles * (1 + s.rings_y)
+    inside = sum_rows(weights * y_times_x(w, n))
+    weights, n = left(w, weights), n + 2 * s.tiles
 
     # Compute and store dk, and sum the input gate's gradient from the state.
     def one_tile(tile, sums):
-        step = n + tile * (s.parts + s.rings_y + 1)
-        through = s.form.a_times(w, step, tile) + load_columns(w, "along", tile)
+        step = n + tile * (s.parts + 2)
+        through = a_times(w, step, s.transposes_state) + load_columns(w, "along", tile)
         through = through * broadcast_rows(w, scale)
-        sums += s.form.sums_with_y(w, through, tile, step + s.parts)
-        s.form.finish(w, tile, through, weights, step + s.parts + s.rings_y)
+        sums += sums_with_y(w, through, step + s.parts)
+        finish(w, tile, through, weights, step + s.parts + 1)
         return sums
 
-    outside = lax.fori_loop(0, s.tiles, one_tile, mosaic.zeros((ROWS,), ROW))
+    outside = lax.fori_loop(0, s.tiles, one_tile, mosaic.zeros((SIZE,), ROW))
     store_stats(w, inside, outside)
 
 
 def backward_dq(w: ChunkWorker, ab, n):
     """Computes dq.  W needs the shift, to which the state contributes."""
-    s, on_hopper = w.schedule, w.ring is not None
+    s = w.schedule
     # Weight the scores by their decays.
     weights, scale = ab * decays(w), load_rows(w, "scale")
-    weights = materialize(weights) if on_hopper else weights
     # Sum dh . h from the chunk and from the state, whose tiles all stay in registers.
-    dot = sum_rows(weights * s.form.y_times_x(w, n))
-    n, through = n + s.tiles * (1 + s.rings_y), []
-    for tile in range(s.tiles):
-        through.append(s.form.a_times(w, n, tile))
-        dot += scale * s.form.sums_with_y(w, through[-1], tile, n + s.parts)
-        n += s.parts + s.rings_y
+    dot = sum_rows(weights * y_times_x(w, n))
+    n, through = n + 2 * s.tiles, []
+    for _ in range(s.tiles):
+        through.append(a_times(w, n, True))
+        dot += scale * sums_with_y(w, through[-1], n + s.parts)
+        n += s.parts + 1
     store_stats(w, dot)
-    # Add the normaliser's part of the gradient of every weight in a row.  From another index the
-    # general form computes D again, instead of keeping the first one in registers.
-    w = w if on_hopper else w._replace(index=materialize(w.index))
+    # Add the normaliser's part of the gradient of every weight in a row.  From another index D is
+    # computed again; the first one would not fit in the registers.
+    w = w._replace(index=materialize(w.index))
     shift = load_rows(w, "sign") * dot
-    weights = materialize(s.form.left(w, weights + decays(w) * broadcast_rows(w, shift)))
+    weights = materialize(left(w, weights + decays(w) * broadcast_rows(w, shift)))
     # Compute and store dq.
     for tile, part in enumerate(through):
         part = part + broadcast_rows(w, shift) * load_columns(w, "along", tile)
-        s.form.finish(w, tile, part * broadcast_rows(w, scale), weights, n + tile)
+        finish(w, tile, part * broadcast_rows(w, scale), weights, n + tile)
 
 
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
 
 
-def one_chunk(w: ChunkWorker, n):
-    """Computes a chunk, whose first square has the number n."""
-    s = w.schedule
-    MODES[s.mode](w, s.form.a_times(w, n, None), n + s.parts)
+def body(s: ChunkPlan, inputs: Inputs, out, stat_refs, /, **smem):
+    w = ChunkWorker.of(s, inputs, inputs.joint or out, stat_refs, SimpleNamespace(**smem))
+    begin(w)
+    MODES[s.mode](w, a_times(w, 0, True), s.parts)
+    ampere.wait()  # the zeros past the last square may still be under way
 
 
-@functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "sms"))
+# ---- the call --------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("mode", "normalize"))
 def chunk_outputs(
     a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
-    joint=None, *, form: ModuleType, mode: Mode, normalize=True, sms: int,
+    joint=None, *, mode: Mode, normalize=True,
 ):  # fmt: skip
-    """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
+    """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,64),
 
     forward  1 / N of each row; -sign(l), or 0 where l does not divide h
     dq       dh . h of each row
     dk       k . dk of each row: the part from the chunk; the part from the state
 
-    vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start", or None if
-        every sequence is one document.
+    vectors: name -> (B,H,N,64) float32, the names of OF_ROWS and OF_COLUMNS, and "start", which is
+        None if every sequence is one document.
     along: (B,H,N,DX) float32, n or dn.
     like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
         array and stands where it stands; the array's other columns are undefined.
     joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
-    (batch, heads, chunks, size), length = vectors["row"].shape, a.array.shape[1]
+    (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]
     items = batch * heads * chunks
     s = ChunkPlan(
-        form, mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks,
-        items, size, a.tiles, x.tiles, blocks=items, slots=3,
+        mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks, items,
+        a.tiles, x.tiles,
     )  # fmt: skip
     given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
     if along is not None:
         given["along"] = along
-    shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
+    # Shared memory gets lines of float32.
+    given = {name: z.astype(jnp.float32).reshape(batch, heads, -1) for name, z in given.items()}
+    states = chunk_states.reshape(items, *chunk_states.shape[3:-1], -1, SIZE)
+    shape = (batch, length, heads * x.tiles, SIZE) if like is None else like.array.shape
     array = jax.ShapeDtypeStruct(shape, s.dtype)
     place = Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
     of_position = jax.ShapeDtypeStruct(vectors["row"].shape, jnp.float32)
     y = like if s.transposes_state else None
     out = None if joint is None else replace(place, array=joint)
-    s, inputs = form.prepared(s, Inputs(None, a, b, x, chunk_states, y, out, given), sms)
     firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
     order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in s.order]
     order = jnp.array(order + [0] * (ORDER - len(order)), jnp.int32)
     out, stats = mosaic.kernel(
-        functools.partial(form.body, s),
-        name=f"{form.PREFIX}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
+        functools.partial(body, s),
+        name=f"vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(place if joint is None else None, (of_position,) * STATS[mode]),
-        scratch_types=form.scratch(s, inputs.vectors),
-        **mosaic.grid(block=s.blocks),
-        num_threads=s.teams * s.wgs,
-        # No sum crosses warps, and Hopper's shared memory is full.
+        scratch_types=scratch(s, given),
+        **mosaic.grid(block=items),
+        num_threads=1,
+        # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(inputs._replace(order=order))
+    )(Inputs(order, a, b, x, states, y, out, given))
     return stats if joint is not None else (out.array, *stats)

@@ -57,8 +57,7 @@ def vlstm(
     """Returns h for every position, in q's dtype, and with return_state the final state.
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
-        and DV in multiples of 64 and on Hopper T in multiples of 8; otherwise it is split in
-        copies.
+        and DV in multiples of 64; otherwise it is split in copies.
     i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
         closes the input gate.
     gate: whether the input gate is exp(i) or sigmoid(i).
@@ -72,8 +71,8 @@ def vlstm(
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;
-        h stays the same.  The kernels pad DQK and DV to multiples of 64; their chunks have 128
-        positions if both are then multiples of 128, otherwise 64, in the general form always 64.
+        h stays the same.  The kernels pad DQK and DV to multiples of 64; their chunks have 64
+        positions.
 
     Operands of matmuls have q's dtype; sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T.  For the backward pass the kernels save the
@@ -127,22 +126,23 @@ def vlstm_step(
 
 
 def _run(
-    operands, i, f, norm_weight, *, form, initial_state, return_state, norm_eps, eps, chunk_size,
-    implementation, **options,
+    operands, i, f, norm_weight, *, kernels: bool, initial_state, return_state, norm_eps, eps,
+    chunk_size, implementation, **options,
 ):  # fmt: skip
-    """The op by the kernels of a form, or for None by jnp; with a weight the norm as well."""
-    o, run = None, functools.partial(chunkwise.chunkwise, form=form)
+    """The op by the kernels or by jnp; with a weight the norm as well."""
+    o = None
     if norm_weight is not None:
-        alone = form is not None and not return_state and initial_state is None
-        if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation, form):
-            return run(operands, i, f, norm_weight, norm_eps=norm_eps, **options)
+        alone = kernels and not return_state and initial_state is None
+        if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation):
+            options |= dict(norm_eps=norm_eps)
+            return chunkwise.chunkwise(operands, i, f, norm_weight, **options)
         *operands, o = split(operands)
     options |= dict(initial_state=initial_state, return_state=return_state)
-    if form is None:
+    if kernels:
+        result = chunkwise.chunkwise(operands, i, f, **options)
+    else:
         options |= dict(eps=eps, chunk_size=chunk_size)
         result = reference.chunkwise(*split(operands), i, f, **options)
-    else:
-        result = run(operands, i, f, **options)
     if norm_weight is None:
         return result
     h, *state = result if return_state else (result,)
@@ -289,9 +289,8 @@ def _log_sigmoid(x):
 
 
 FORMS = (
-    Form("hopper", functools.partial(_run, form=chunkwise.HOPPER), "sm_90a", why_not),
-    Form("general", functools.partial(_run, form=chunkwise.GENERAL), "sm_80", why_not),
-    Form("xla", functools.partial(_run, form=None)),
+    Form("general", functools.partial(_run, kernels=True), "sm_80", why_not),
+    Form("xla", functools.partial(_run, kernels=False)),
 )
 STEP = (
     Form("general", _advance, "sm_80", step_why_not, step_why_slower),
