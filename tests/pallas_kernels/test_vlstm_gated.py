@@ -43,6 +43,7 @@ def reference(qkvo, i, f, weight, *, dqk, **options):
     parts = jnp.split(qkvo, ends, axis=2)
     q, k, v, o = (x.reshape(*x.shape[:2], heads, -1) for x in parts)
     h = vlstm(q, k, v, i, f, chunk_size=64, implementation="xla", **options)
+    h = jax.lax.optimization_barrier(h)  # XLA for GPUs would not round it before the norm
     return layer_norm_reference(h, weight, gate=o, eps=1e-6)
 
 
