@@ -1,14 +1,11 @@
 """Rung 7: the kernel that ships, pallas_kernels/mlstm.
 
 Its two kernels are rung 6's: `states` (states.py) walks, `chunk_outputs`
-(intra.py, intra_chunk.py) makes h of all chunks.  It is faster by four ideas:
+(intra.py) makes h of all chunks.  It is faster by two ideas:
 
     spans       the walk of a long sequence is split into spans.  A first walk starts all of them
                 at once, from zero, and finds what each adds; `join_spans` adds these up; a second
                 walk starts each span from its true state.  So 24 heads keep 132 SMs busy.
-    persistent  a block of `chunk_outputs` stays, and up to three warpgroups of it have chunks of
-                their own; the operands come through a ring of squares, for the next chunk too
-    tiles       of 128 where DQK and DV are multiples of it: half as many states to move
     gates       in four kernels of XLA instead of about twenty: running compositions of
                 m -> max(m + shift, least) in two steps each (gates.py)
 

@@ -110,7 +110,7 @@ def _encoder(variant: str, fill: str) -> Case:
 def vlstm(sizes, *, xla=True) -> Case:
     arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV"), **_GATES}
     small = {"B": 1, "T": 300, "NH": 1}
-    return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
+    return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla)
 
 
 def _vlstm_packed(*sizes, gated: bool = False, xla=True) -> Case:
@@ -134,7 +134,6 @@ def _vlstm_packed(*sizes, gated: bool = False, xla=True) -> Case:
         derive=lambda n: {"P": columns * n["NH"] * n["DQK"], "DV": 2 * n["DQK"]},
         pack=pack,
         xla=xla,
-        gpu="sm_90a",
     )
 
 
