@@ -304,6 +304,7 @@ def test_inductor_takes_a_long_chain(interprets, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, in PyTorch's own code
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the same, from PyTorch 2.14 on
 def test_other_derivatives_are_refused(interprets):
     """Without a word they were none: PyTorch takes the gradient for a constant."""
     x, w = torch.randn(4, 128, requires_grad=True), torch.ones(128)
