@@ -253,14 +253,20 @@ def ids(value: Any) -> list[int]:
     return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
 
 
+def beside(folder: Path) -> list[Path]:
+    """The files with what a folder says about its text, but for the tokenizer.json."""
+    paths = [folder / name for name in (*COMPANIONS, GENERATION, IDS)]
+    return [*filter(Path.is_file, paths), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    paths = [source / name for name in COMPANIONS]
-    for path in filter(Path.is_file, (*paths, _of_model(source) / GENERATION)):
-        write_whole(target / path.name, path.read_bytes())
-    for file in source.glob("additional_chat_templates/*.jinja"):
-        (target / file.parent.name).mkdir(exist_ok=True)
-        write_whole(target / file.parent.name / file.name, file.read_bytes())
+    given = {path.relative_to(source): path for path in beside(source)}
+    if (generation := _of_model(source) / GENERATION).is_file():
+        given[Path(GENERATION)] = generation
+    for name, path in given.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        write_whole(target / name, path.read_bytes())
     if config := Pages(source).config:
         write_json(target / IDS, config)
 
