@@ -5,6 +5,7 @@ A run's folder has the same files, but token_ids.json (`IDS`) in place of config
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,23 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     Raises InputError.
     """
     folder = path.parent
-    if pages.tokenizer.get("split_special_tokens"):
-        raise InputError(f"{folder}: split_special_tokens=true is not supported; remove it")
+    fixes = {"split_special_tokens": "remove it"}
+    if "istral" in pages.model:  # transformers replaces the regex of such a tokenizer.json
+        fixes["fix_mistral_regex"] = "save the tokenizer with transformers 5, then remove it"
+    for key in fixes.keys() & {key for key, value in pages.tokenizer.items() if value}:
+        raise InputError(f"{folder}: {key}=true is not supported; {fixes[key]}")
     if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):
         name = next(name for name in _UNREAD if (folder / name).exists())
+        with (folder / name).open("rb") as file:
+            ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.readline(1000))
+        if ranked:  # transformers' converter knows no special tokens and another regex
+            raise InputError(
+                f"{folder / name} is tiktoken's, as Meta publishes Llama 3, without its special"
+                " tokens: copy tokenizer.json and tokenizer_config.json there, which the model's"
+                " Hugging Face folder has above original/"
+            )
         kind, more = "AutoTokenizer", ""
         if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
             more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
