@@ -96,7 +96,6 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         what = f"is a folder without {kinds} files"
     if not found.files:
         fix = "; a glob names files that README.md does not" * ("data_files" in found.left_out)
-        fix += "; in a pattern a bracket is [[]" * ("[" in root)
         raise InputError(f"{key}={path} {what}{found.left_out}{fix}")
     return found
 
@@ -167,11 +166,10 @@ def _card(kind: str, root: Path) -> dict[str, str] | None:
     """{name: split} of the files that a dataset's README.md names in `configs`, as on the Hub."""
     try:
         text = (root / "README.md").read_text(encoding="utf-8", errors="replace")
-        page = yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else None
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        page = yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else {}
+        configs = [dict(x) for x in page.get("configs") or []]
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError):
         return None  # no card
-    configs = page.get("configs") if isinstance(page, dict) else None
-    configs = [x for x in configs if isinstance(x, dict)] if isinstance(configs, list) else []
     usual = [x for x in configs if x.get("default") or x.get("config_name") == "default"]
     if len(chosen := usual[:1] or configs) > 1:
         raise InputError(
@@ -180,13 +178,12 @@ def _card(kind: str, root: Path) -> dict[str, str] | None:
             f" name the files of one, or of all as a glob such as '{root}/**/*{_SUFFIXES[kind][0]}'"
         )
     splits: dict[str, str] = {}
+    listed = lambda x: x if isinstance(x, list) else [x]
     for config in chosen:
-        given, folder = config.get("data_files"), config.get("data_dir") or "."
-        given = given if isinstance(given, list) else [given or {"path": "**/*", "split": None}]
-        for part in given:
+        folder = config.get("data_dir") or "."
+        for part in listed(config.get("data_files") or {"path": "**/*", "split": None}):
             part = part if isinstance(part, dict) else {"path": part, "split": "train"}
-            paths = part.get("path")
-            for pattern in paths if isinstance(paths, list) else [paths]:
+            for pattern in listed(part.get("path")):
                 for name in glob.glob(f"{folder}/{pattern}", root_dir=root, recursive=True):
                     name = os.path.normpath(name).replace(os.sep, "/")
                     splits[name] = str(part.get("split") or name)

@@ -19,21 +19,16 @@ from jaxllm.errors import InputError
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
-_TABLE = "name parquet as its source"
-_UNPACK = "unpack it; gzip and zstd are read as is"
 _CSV = (
-    'is CSV: to write JSON lines: python -c "import csv, json; [print(json.dumps(row)) for row in'
-    " csv.DictReader(open('FILE', newline=''), delimiter='DELIMITER')]\" > FILE.jsonl"
+    'python -c "import csv, json; [print(json.dumps(row)) for row in'
+    " csv.DictReader(open('{0}', newline=''), delimiter='{1}')]\" > {0}.jsonl"
 )
-_NOT_TEXT = (  # (where, bytes that no text has there, what has them, what to do)
-    (257, b"ustar", "a tar archive", _UNPACK),
-    (0, b"PK\3\4", "a zip archive", _UNPACK),
-    (0, b"\xfd7zXZ\0", "compressed with xz", _UNPACK),
-    (4, b"1AY&SY", "compressed with bzip2", _UNPACK),
-    (0, b"\x04\x22\x4d\x18", "compressed with lz4", _UNPACK),
-    (0, b"PAR1", "a parquet file", _TABLE),
-    (0, b"ARROW1\0\0", "an Arrow file", _TABLE),
-    (0, b"\xff\xff\xff\xff", "an Arrow file", _TABLE),
+_NOT_TEXT = (  # (where, bytes that no text has there, what has them)
+    (257, b"ustar", "a tar archive"),
+    (0, b"PK\3\4", "a zip archive"),
+    (0, b"\xfd7zXZ\0", "compressed with xz"),
+    (4, b"1AY&SY", "compressed with bzip2"),
+    (0, b"\x04\x22\x4d\x18", "compressed with lz4"),
 )
 _TABLES = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"  # parquet; Arrow's files and streams
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
@@ -112,15 +107,14 @@ class Source:
             before += path.stat().st_size
 
     def _records(self, columns: Collection[str], name: str, path: Path) -> Iterator[Record]:
-        with open_bytes(path) as (content, file):
-            start = content.peek(512)
+        with open_bytes(path) as (content, _):
+            start = content.peek(512)[:512]
         table = start[:4] in _TABLES and self.kind in ("parquet", "chat")
         if not table:
-            _check_kind(path, start)
+            _check_encoding(path, start)
             if {".csv", ".tsv"} & {*path.suffixes} and not start.lstrip(_BLANK).startswith(b"{"):
-                tab = "\\t" if ".tsv" in path.suffixes else ","
-                said = _CSV.replace("DELIMITER", tab).replace("FILE", str(path))
-                raise InputError(f"{path} {said}")
+                mark = "\\t" if ".tsv" in path.suffixes else ","
+                raise InputError(f"{path} is CSV: to write JSON lines: {_CSV.format(path, mark)}")
         return (_rows if table or self.kind == "parquet" else _lines)(name, path, columns)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
@@ -181,8 +175,6 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     """The objects of a file of JSON lines.  columns: names that no object may have twice."""
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
-            if number == 1:
-                _check_encoding(path, line)
             content = line.strip(_BLANK)
             if number == 1 and content.startswith(b"["):
                 raise InputError(f"{path} is a JSON array, not an object per line: use jq -c '.[]'")
@@ -244,13 +236,11 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 raise InputError(f"{path} has {found.count(twice)} columns {twice!r}; keep one")
             total, size = 0 if batches else max(1, file.metadata.num_rows), path.stat().st_size
             batches = batches or file.iter_batches(256, columns=found)
-            parts = (batch.select(found) for batch in batches)
-            rows = (x for part in parts for x in part.to_pylist(maps_as_pydicts="strict"))
+            rows = (x for b in batches for x in b.select(found).to_pylist(maps_as_pydicts="strict"))
             for number, values in enumerate(rows, 1):
                 values = {column: _without_nulls(values[column]) for column in found}
-                where, done = f"{path}: row {number}", raw.tell()
-                done = size * number // total if total else min(done, size)
-                yield Record(f"{name}:{number}", where, values, done)
+                done = size * number // total if total else raw.tell()
+                yield Record(f"{name}:{number}", f"{path}: row {number}", values, done)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
@@ -266,20 +256,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_encoding(path: Path, start: bytes) -> None:
-    """Raises InputError for the first bytes of UTF-16 and UTF-32, and of what is no text."""
-    _check_kind(path, start)
+    """Raises InputError for the first bytes of UTF-16 and UTF-32, and of an archive or a table."""
+    if start[:4] in _TABLES:
+        raise InputError(f"{path} is of parquet or Arrow, not text: name parquet as its source")
+    for at, mark, kind in _NOT_TEXT:
+        if start[at : at + len(mark)] == mark:
+            raise InputError(f"{path} is {kind}, not text: unpack it; gzip and zstd are read as is")
     # By a byte order mark, or by where zeros are, of which UTF-8 may have some.
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):
         name = encoding.upper()
         raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")
-
-
-def _check_kind(path: Path, start: bytes) -> None:
-    for at, mark, kind, fix in _NOT_TEXT:
-        if start[at : at + len(mark)] == mark:
-            raise InputError(f"{path} is {kind}, not text: {fix}")
 
 
 def _place_to_cut(text: str) -> int:

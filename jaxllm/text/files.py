@@ -147,13 +147,10 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):
         name = next(name for name in _UNREAD if (folder / name).exists())
-        with (folder / name).open("rb") as file:
-            ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.readline(1000))
-        if ranked:  # transformers' converter knows no special tokens and another regex
-            raise InputError(
-                f"{folder / name} is tiktoken's, as Meta publishes Llama 3, without its special"
-                " tokens: copy tokenizer.json and tokenizer_config.json there, which the model's"
-                " Hugging Face folder has above original/"
+        if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", (folder / name).read_bytes()):
+            raise InputError(  # transformers would convert it without special tokens
+                f"{folder / name} is tiktoken's, as Meta publishes Llama 3: copy tokenizer.json and"
+                " tokenizer_config.json there, which its Hugging Face folder has above original/"
             )
         kind, more = "AutoTokenizer", ""
         if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
@@ -265,20 +262,20 @@ def ids(value: Any) -> list[int]:
     return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
 
 
-def beside(folder: Path) -> list[Path]:
-    """The files with what a folder says about its text, but for the tokenizer.json."""
-    paths = [folder / name for name in (*COMPANIONS, GENERATION, IDS)]
-    return [*filter(Path.is_file, paths), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+def beside(folder: Path) -> list[str]:
+    """Names of the files with what a folder says about its text, but for the tokenizer.json."""
+    more = [
+        f"{path.parent.name}/{path.name}" for path in folder.glob("additional_chat_templates/*")
+    ]
+    return [x for x in (*COMPANIONS, GENERATION, IDS, *sorted(more)) if (folder / x).is_file()]
 
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    given = {path.relative_to(source): path for path in beside(source)}
-    if (generation := _of_model(source) / GENERATION).is_file():
-        given[Path(GENERATION)] = generation
-    for name, path in given.items():
+    paths = {GENERATION: _of_model(source) / GENERATION} | {x: source / x for x in beside(source)}
+    for name in filter(lambda x: paths[x].is_file(), paths):
         (target / name).parent.mkdir(exist_ok=True)
-        write_whole(target / name, path.read_bytes())
+        write_whole(target / name, paths[name].read_bytes())
     if config := Pages(source).config:
         write_json(target / IDS, config)
 

@@ -94,11 +94,10 @@ def check_losses(checkpoints: Path) -> None:
 
 def tokenizer_digest(folder: Path) -> dict[str, Any]:
     """What a JSON page says about the tokenizer.json in its folder and the files beside it."""
-    path, sums = folder / TOKENIZER, {}
-    for file in beside(folder):
-        sums[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
-    page = {"tokenizer_json": digest(read_json(path))} if path.exists() else {}
-    return page | ({"text_files": sums} if sums else {})
+    if not (path := folder / TOKENIZER).exists():
+        return {}
+    sums = {x: hashlib.sha256((folder / x).read_bytes()).hexdigest() for x in beside(folder)}
+    return {"tokenizer_json": digest(read_json(path)), "text_files": sums}
 
 
 def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: str) -> None:
@@ -113,18 +112,18 @@ def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: 
                 f"model.{key}={ours[key]!r} in {folder / 'config.yaml'} differs from"
                 f" {saved[key]!r} of {where}; change it back"
             )
-    if (known := page.get("tokenizer_json")) is None:
-        return  # of an earlier version: nothing to read a large file for
-    found = tokenizer_digest(folder)
-    for name, sum_then in page.get("text_files", {}).items():
-        if (sum_now := found.get("text_files", {}).get(name)) is None:
+    known = page.get("tokenizer_json")  # earlier versions have none: nothing to read the file for
+    if known is None or not (found := tokenizer_digest(folder)):
+        return
+    for name, digest_then in page.get("text_files", {}).items():
+        if (digest_now := found["text_files"].get(name)) is None:
             raise InputError(
                 f"{folder / name} is gone since its model was trained, and with it special tokens,"
                 " a chat template or settings of generation; copy it back"
             )
-        if sum_now != sum_then:  # on purpose, such as a new chat template
+        if digest_now != digest_then:  # on purpose, such as a new chat template
             print(f"note: {folder / name} was changed since its model was trained", file=sys.stderr)
-    if (now := found.get("tokenizer_json", known)) != known:
+    if (now := found["tokenizer_json"]) != known:
         raise InputError(
             f"{folder / TOKENIZER} was changed since its model was trained (digest {now[:16]}, was"
             f" {known[:16]}); copy back the one that encoded the data"

@@ -123,7 +123,7 @@ def test_arrow_is_read_as_parquet_is(tmp_path, write):
     with pytest.raises(InputError, match=r"no column 'x', only text, messages; name the column"):
         read("parquet", path, "x")
     for source in ("text", "jsonl"):
-        with pytest.raises(InputError, match="is an Arrow file, not text: name parquet as its"):
+        with pytest.raises(InputError, match="is of parquet or Arrow, not text: name parquet"):
             read(source, path)
     path.write_bytes(path.read_bytes()[:-3000])
     with pytest.raises(InputError, match=r"a\.arrow is not a readable file of parquet or Arrow"):

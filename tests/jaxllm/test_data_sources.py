@@ -88,7 +88,7 @@ def test_archives_and_arrays_are_refused(tmp_path):
                 read(source, write(tmp_path / "a.txt", content))
     path = parquet(tmp_path / "a.parquet", text=["a"])
     for source in ("text", "jsonl"):
-        with pytest.raises(InputError, match="is a parquet file, not text: name parquet as its"):
+        with pytest.raises(InputError, match="is of parquet or Arrow, not text: name parquet"):
             read(source, path)
     write(tmp_path / "a.json", '[\n{"text": "a"}\n]')
     with pytest.raises(InputError, match="is a JSON array, not an object per line"):
