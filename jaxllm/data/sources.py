@@ -21,7 +21,7 @@ _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
 _CSV = (
     'python -c "import csv, json; [print(json.dumps(row)) for row in'
-    " csv.DictReader(open('{0}', newline=''), delimiter='{1}')]\" > {0}.jsonl"
+    " csv.DictReader(open('{0}', newline=''), delimiter='{1}')]\" > '{0}.jsonl'"
 )
 _NOT_TEXT = (  # (where, bytes that no text has there, what has them)
     (257, b"ustar", "a tar archive"),
