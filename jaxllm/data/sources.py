@@ -1,4 +1,4 @@
-"""Reads documents from Python's standard library, text files, JSON lines and parquet."""
+"""Reads documents from Python's standard library, text, JSON lines, parquet and Arrow."""
 
 import codecs
 import contextlib
