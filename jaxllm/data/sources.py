@@ -217,7 +217,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     number = 0
     try:
         with open(path, "rb") as raw, contextlib.ExitStack() as stack:
-            kind = raw.peek(4)[:4]
+            batches, kind = None, raw.peek(4)[:4]
             if kind == _TABLES[1]:
                 file = stack.enter_context(pyarrow.ipc.open_file(raw))
                 batches = map(file.get_batch, range(file.num_record_batches))
@@ -225,7 +225,6 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 batches = file = stack.enter_context(pyarrow.ipc.open_stream(raw))
             else:
                 file = stack.enter_context(ParquetFile(raw, page_checksum_verification=True))
-                batches = None
             names = (file.schema if batches else file.schema_arrow).names
             found = [column for column in names if column in columns]
             if not found:
@@ -236,7 +235,8 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 raise InputError(f"{path} has {found.count(twice)} columns {twice!r}; keep one")
             total, size = 0 if batches else max(1, file.metadata.num_rows), path.stat().st_size
             batches = batches or file.iter_batches(256, columns=found)
-            rows = (x for b in batches for x in b.select(found).to_pylist(maps_as_pydicts="strict"))
+            parts = (b for b in batches if total or b.validate(full=True) is None)
+            rows = (x for b in parts for x in b.select(found).to_pylist(maps_as_pydicts="strict"))
             for number, values in enumerate(rows, 1):
                 values = {column: _without_nulls(values[column]) for column in found}
                 done = size * number // total if total else raw.tell()

@@ -1,5 +1,8 @@
 """Documents in parquet files."""
 
+import contextlib
+import random
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -128,3 +131,19 @@ def test_arrow_is_read_as_parquet_is(tmp_path, write):
     path.write_bytes(path.read_bytes()[:-3000])
     with pytest.raises(InputError, match=r"a\.arrow is not a readable file of parquet or Arrow"):
         read("parquet", path)
+
+
+def test_damaged_arrow_does_not_abort_the_process(tmp_path):
+    """Unchecked offsets into a column's text end it in C++."""
+    path, rng = tmp_path / "a.arrow", random.Random(0)
+    table = pyarrow.table({"text": [f"d{i}" for i in range(3000)]})
+    with pyarrow.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table, 500)
+    content = path.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(3):
+            damaged[rng.randrange(400)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with contextlib.suppress(InputError, MemoryError):
+            read("parquet", path)
