@@ -1,7 +1,7 @@
 """Turns text and token shards into batches of (tokens, labels), in one resumable global order.
 
 paths.py      a path -> its files, and what it leaves out; opens compressed ones
-sources.py    files -> documents (standard library, text, JSON lines, parquet)
+sources.py    files -> documents (standard library, text, JSON lines, parquet, Arrow)
 shards.py     token ids <-> llm.c shard files
 cache.py      a cache on disk for work that is done once
 corpus.py     a source and a tokenizer -> cached shards

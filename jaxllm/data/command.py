@@ -110,10 +110,11 @@ def _train_tokenizer(args: Namespace) -> None:
             f"--vocab_size={args.vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of"
             f" text) to {LARGEST_BPE}"
         )
+    if next(source.pieces(), None) is None:
+        raise InputError("the data is empty: no document in it has any text")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        texts = (piece.text for piece in source.pieces())
-        train_tokenizer(texts, args.vocab_size, args.out)
+        train_tokenizer((x.text for x in source.pieces()), args.vocab_size, args.out)
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")
@@ -126,5 +127,4 @@ def main(argv: list[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         args.run(args)
 
-    interrupted = "interrupted: run it again; `prepare` continues from here"
-    return exit_status(run, interrupted=interrupted)
+    return exit_status(run, interrupted="interrupted: run it again; `prepare` goes on from here")

@@ -13,6 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from rich.filesize import decimal
 
 from jaxllm.errors import InputError
@@ -21,15 +22,15 @@ from jaxllm.errors import InputError
 _SUFFIXES = {
     "text": ("",),
     "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (".parquet",),
+    "parquet": (".parquet", ".arrow"),
     "shards": (".bin",),
-    "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
+    "chat": (".jsonl", ".ndjson", ".json", ".parquet", ".arrow"),
 }
 _WORDS = "train training", "val valid validation dev", "test testing eval evaluation"  # the Hub's
 _SPLITS = {word: words.split()[0] for words in _WORDS for word in words.split()}
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
-# JSON beside the data of a dataset, which the Hub does not read as data either.
-_CARDS = frozenset("dataset_info dataset_infos dataset_dict state config".split())
+# Beside the data of a dataset, and no data either for the Hub and for datasets' load_from_disk.
+_CARDS = r"(dataset_infos?|dataset_dict|state|config)\.json|cache-\w+\.arrow"
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
@@ -44,10 +45,12 @@ class Found(NamedTuple):
 
     files: sorted (name, path); names are relative to the folder, so that a corpus can move.
     left_out: what the path leaves out, for people: "; left out ...", or empty.
+    splits: {name: split} as the README.md of a dataset says.
     """
 
     files: list[tuple[str, Path]]
     left_out: str = ""
+    splits: dict[str, str] = {}
 
     def describe(self) -> str:
         """For people: the number of files, and how many are compressed."""
@@ -92,7 +95,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind])
         what = f"is a folder without {kinds} files"
     if not found.files:
-        fix = "; write *.arrow with datasets' to_parquet" if "*.arrow" in found.left_out else ""
+        fix = "; a glob names files that README.md does not" * ("data_files" in found.left_out)
         raise InputError(f"{key}={path} {what}{found.left_out}{fix}")
     return found
 
@@ -103,13 +106,14 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
     validates: whether to validate on any; data.val_path may name others.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
+    The README.md of a dataset on the Hub goes before names.
     Names without such a word are left out beside train, and else trained on.  If they are texts,
     all are: a folder of code may have tests and a train.py (a README or a license does not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
     usual = "train" if kind == "shards" else "no"
     for name, path in found.files:
-        words = re.split(r"[^a-z]+", name.lower())  # also train1
+        words = re.split(r"[^a-z]+", found.splits.get(name, name).lower())  # also train1
         split = next(filter(None, map(_SPLITS.get, words)), usual)
         groups[split].append((name, path))
     train, val, test, no = groups.values()
@@ -142,6 +146,7 @@ def _folder(kind: str, root: Path) -> Found:
         visited.add(here)
         folders.sort()
         paths += [Path(folder, name) for name in names]
+    splits = None if kind == "shards" else _card(kind, root)
     suffixes = _SUFFIXES[kind]
     if kind in ("text", "jsonl", "chat"):
         suffixes = (*suffixes, *(a + b for a in suffixes for b in _COMPRESSED))
@@ -150,9 +155,39 @@ def _folder(kind: str, root: Path) -> Found:
             reasons[path] = "hidden"
         elif not path.name.lower().endswith(suffixes):
             reasons[path] = f"*{path.suffix}" if path.suffix else "without a suffix"
-        elif kind != "text" and path.suffix == ".json" and path.stem in _CARDS:
+        elif kind != "text" and re.fullmatch(_CARDS, path.name):
             reasons[path] = "about a dataset"
-    return _choose(paths, root, reasons)
+        elif splits is not None and path.relative_to(root).as_posix() not in splits:
+            reasons[path] = "not in README.md's data_files"
+    return _choose(paths, root, reasons)._replace(splits=splits or {})
+
+
+def _card(kind: str, root: Path) -> dict[str, str] | None:
+    """{name: split} of the files that a dataset's README.md names in `configs`, as on the Hub."""
+    try:
+        text = (root / "README.md").read_text(encoding="utf-8", errors="replace")
+        page = yaml.safe_load(text.split("\n---", 1)[0]) if text.startswith("---\n") else {}
+        configs = [dict(x) for x in page.get("configs") or []]
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError):
+        return None  # no card
+    usual = [x for x in configs if x.get("default") or x.get("config_name") == "default"]
+    if len(chosen := usual[:1] or configs) > 1:
+        raise InputError(
+            f"{root}/README.md has the configurations"
+            f" {', '.join(str(x.get('config_name')) for x in configs):.200}, none of them default:"
+            f" name the files of one, or of all as a glob such as '{root}/**/*{_SUFFIXES[kind][0]}'"
+        )
+    splits: dict[str, str] = {}
+    listed = lambda x: x if isinstance(x, list) else [x]
+    for config in chosen:
+        folder = config.get("data_dir") or "."
+        for part in listed(config.get("data_files") or {"path": "**/*", "split": None}):
+            part = part if isinstance(part, dict) else {"path": part, "split": "train"}
+            for pattern in listed(part.get("path")):
+                for name in glob.glob(f"{folder}/{pattern}", root_dir=root, recursive=True):
+                    name = os.path.normpath(name).replace(os.sep, "/")
+                    splits[name] = str(part.get("split") or name)
+    return splits if chosen else None
 
 
 def _glob(pattern: str) -> Found:

@@ -1,6 +1,7 @@
-"""Reads documents from Python's standard library, text files, JSON lines and parquet."""
+"""Reads documents from Python's standard library, text, JSON lines, parquet and Arrow."""
 
 import codecs
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,19 +19,25 @@ from jaxllm.errors import InputError
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
+_CSV = (
+    'python -c "import csv, json; [print(json.dumps(row)) for row in'
+    " csv.DictReader(open('{0}', newline=''), delimiter='{1}')]\" > '{0}.jsonl'"
+)
 _NOT_TEXT = (  # (where, bytes that no text has there, what has them)
     (257, b"ustar", "a tar archive"),
     (0, b"PK\3\4", "a zip archive"),
     (0, b"\xfd7zXZ\0", "compressed with xz"),
     (4, b"1AY&SY", "compressed with bzip2"),
+    (0, b"\x04\x22\x4d\x18", "compressed with lz4"),
 )
+_TABLES = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"  # parquet; Arrow's files and streams
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
 _SHORTEST = 512  # characters of a piece, but for a document's last, to test a cut before it with
 _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
 
 
 class Record(NamedTuple):
-    """An object of JSON lines, or a row of parquet."""
+    """An object of JSON lines, or a row of parquet or Arrow."""
 
     document: str  # as of a Piece
     where: str  # its file and line, for errors
@@ -100,9 +107,15 @@ class Source:
             before += path.stat().st_size
 
     def _records(self, columns: Collection[str], name: str, path: Path) -> Iterator[Record]:
-        with open_bytes(path) as (_, file):
-            parquet = self.kind == "chat" and file.peek(4)[:4] == b"PAR1"
-        return (_rows if parquet or self.kind == "parquet" else _lines)(name, path, columns)
+        with open_bytes(path) as (content, _):
+            start = content.peek(512)[:512]
+        table = start[:4] in _TABLES and self.kind in ("parquet", "chat")
+        if not table:
+            _check_encoding(path, start)
+            if {".csv", ".tsv"} & {*path.suffixes} and not start.lstrip(_BLANK).startswith(b"{"):
+                mark = "\\t" if ".tsv" in path.suffixes else ","
+                raise InputError(f"{path} is CSV: to write JSON lines: {_CSV.format(path, mark)}")
+        return (_rows if table or self.kind == "parquet" else _lines)(name, path, columns)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
@@ -162,8 +175,6 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
     """The objects of a file of JSON lines.  columns: names that no object may have twice."""
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
-            if number == 1:
-                _check_encoding(path, line)
             content = line.strip(_BLANK)
             if number == 1 and content.startswith(b"["):
                 raise InputError(f"{path} is a JSON array, not an object per line: use jq -c '.[]'")
@@ -199,14 +210,22 @@ def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
 
 
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """The rows of a parquet file, with those of the columns that it has."""
+    """The rows of a file of parquet or Arrow, with those of the columns that it has."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     number = 0
     try:
-        with open(path, "rb") as raw, ParquetFile(raw, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
+        with open(path, "rb") as raw, contextlib.ExitStack() as stack:
+            batches, kind = None, raw.peek(4)[:4]
+            if kind == _TABLES[1]:
+                file = stack.enter_context(pyarrow.ipc.open_file(raw))
+                batches = map(file.get_batch, range(file.num_record_batches))
+            elif kind == _TABLES[2]:  # as datasets' save_to_disk writes them
+                batches = file = stack.enter_context(pyarrow.ipc.open_stream(raw))
+            else:
+                file = stack.enter_context(ParquetFile(raw, page_checksum_verification=True))
+            names = (file.schema if batches else file.schema_arrow).names
             found = [column for column in names if column in columns]
             if not found:
                 fix = "; name the column of the text with text_column" * (len(columns) == 1)
@@ -214,18 +233,19 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 raise InputError(f"{path} has no column {wanted}, only {', '.join(names)}{fix}")
             if twice := next((column for column in found if found.count(column) > 1), None):
                 raise InputError(f"{path} has {found.count(twice)} columns {twice!r}; keep one")
-            total, size = max(1, file.metadata.num_rows), path.stat().st_size
-            batches = file.iter_batches(256, columns=found)
-            rows = (x for batch in batches for x in batch.to_pylist(maps_as_pydicts="strict"))
+            total, size = 0 if batches else max(1, file.metadata.num_rows), path.stat().st_size
+            batches = batches or file.iter_batches(256, columns=found)
+            parts = (b for b in batches if total or b.validate(full=True) is None)
+            rows = (x for b in parts for x in b.select(found).to_pylist(maps_as_pydicts="strict"))
             for number, values in enumerate(rows, 1):
                 values = {column: _without_nulls(values[column]) for column in found}
-                where = f"{path}: row {number}"
-                yield Record(f"{name}:{number}", where, values, size * number // total)
+                done = size * number // total if total else raw.tell()
+                yield Record(f"{name}:{number}", f"{path}: row {number}", values, done)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
     except (pyarrow.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise InputError(f"{path} is not a readable parquet file: {reason}") from error
+        raise InputError(f"{path} is not a readable file of parquet or Arrow: {reason}") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -236,16 +256,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_encoding(path: Path, start: bytes) -> None:
-    """Raises InputError for the first bytes of UTF-16 and UTF-32, and of an archive."""
+    """Raises InputError for the first bytes of UTF-16 and UTF-32, and of an archive or a table."""
+    if start[:4] in _TABLES:
+        raise InputError(f"{path} is of parquet or Arrow, not text: name parquet as its source")
+    for at, mark, kind in _NOT_TEXT:
+        if start[at : at + len(mark)] == mark:
+            raise InputError(f"{path} is {kind}, not text: unpack it; gzip and zstd are read as is")
     # By a byte order mark, or by where zeros are, of which UTF-8 may have some.
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):
         name = encoding.upper()
         raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")
-    for at, mark, kind in _NOT_TEXT:
-        if start[at : at + len(mark)] == mark:
-            raise InputError(f"{path} is {kind}, not text: unpack it; gzip and zstd are read as is")
 
 
 def _place_to_cut(text: str) -> int:

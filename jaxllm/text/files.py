@@ -5,6 +5,7 @@ A run's folder has the same files, but token_ids.json (`IDS`) in place of config
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.
     top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size bad_words_ids suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias penalty_alpha
     exponential_decay_length_penalty dola_layers watermarking_config token_healing stop_strings
-    max_new_tokens min_length min_new_tokens
+    max_new_tokens min_length min_new_tokens max_time encoder_repetition_penalty
     """.split()
 )
 
@@ -137,12 +138,20 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     Raises InputError.
     """
     folder = path.parent
-    if pages.tokenizer.get("split_special_tokens"):
-        raise InputError(f"{folder}: split_special_tokens=true is not supported; remove it")
+    fixes = {"split_special_tokens": "remove it"}
+    if "istral" in pages.model:  # transformers replaces the regex of such a tokenizer.json
+        fixes["fix_mistral_regex"] = "save the tokenizer with transformers 5, then remove it"
+    for key in fixes.keys() & {key for key, value in pages.tokenizer.items() if value}:
+        raise InputError(f"{folder}: {key}=true is not supported; {fixes[key]}")
     if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
         library = _from_merges(folder, pages)
     elif path.name == TOKENIZER and not path.exists() and present(folder):
         name = next(name for name in _UNREAD if (folder / name).exists())
+        if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", (folder / name).read_bytes()):
+            raise InputError(  # transformers would convert it without special tokens
+                f"{folder / name} is tiktoken's, as Meta publishes Llama 3: copy tokenizer.json and"
+                " tokenizer_config.json there, which its Hugging Face folder has above original/"
+            )
         kind, more = "AutoTokenizer", ""
         if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
             more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
@@ -253,14 +262,20 @@ def ids(value: Any) -> list[int]:
     return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
 
 
+def beside(folder: Path) -> list[str]:
+    """Names of the files with what a folder says about its text, but for the tokenizer.json."""
+    more = [
+        f"{path.parent.name}/{path.name}" for path in folder.glob("additional_chat_templates/*")
+    ]
+    return [x for x in (*COMPANIONS, GENERATION, IDS, *sorted(more)) if (folder / x).is_file()]
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copies what a folder says about its text, but for the tokenizer.json."""
-    paths = [source / name for name in COMPANIONS]
-    for path in filter(Path.is_file, (*paths, _of_model(source) / GENERATION)):
-        write_whole(target / path.name, path.read_bytes())
-    for file in source.glob("additional_chat_templates/*.jinja"):
-        (target / file.parent.name).mkdir(exist_ok=True)
-        write_whole(target / file.parent.name / file.name, file.read_bytes())
+    paths = {GENERATION: _of_model(source) / GENERATION} | {x: source / x for x in beside(source)}
+    for name in filter(lambda x: paths[x].is_file(), paths):
+        (target / name).parent.mkdir(exist_ok=True)
+        write_whole(target / name, paths[name].read_bytes())
     if config := Pages(source).config:
         write_json(target / IDS, config)
 

@@ -4,7 +4,9 @@ Checksums of arrays are computed on their devices in integers: they do not depen
 no array is copied.
 """
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from jaxllm.config.loading import flat
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError, in_short
 from jaxllm.files import read_json
-from jaxllm.text.files import TOKENIZER
+from jaxllm.text.files import TOKENIZER, beside
 
 # Settings of a model that do not affect its weights.
 FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
@@ -90,10 +92,12 @@ def check_losses(checkpoints: Path) -> None:
             raise InputError(why) from e
 
 
-def tokenizer_digest(folder: Path) -> dict[str, str]:
-    """What a JSON page says about the tokenizer.json in its folder; nothing if there is none."""
-    path = folder / TOKENIZER
-    return {"tokenizer_json": digest(read_json(path))} if path.exists() else {}
+def tokenizer_digest(folder: Path) -> dict[str, Any]:
+    """What a JSON page says about the tokenizer.json in its folder and the files beside it."""
+    if not (path := folder / TOKENIZER).exists():
+        return {}
+    sums = {x: hashlib.sha256((folder / x).read_bytes()).hexdigest() for x in beside(folder)}
+    return {"tokenizer_json": digest(read_json(path)), "text_files": sums}
 
 
 def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: str) -> None:
@@ -108,9 +112,18 @@ def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: 
                 f"model.{key}={ours[key]!r} in {folder / 'config.yaml'} differs from"
                 f" {saved[key]!r} of {where}; change it back"
             )
-    if (known := page.get("tokenizer_json")) is None:
-        return  # of an earlier version: nothing to read a large file for
-    if (now := tokenizer_digest(folder).get("tokenizer_json", known)) != known:
+    known = page.get("tokenizer_json")  # earlier versions have none: nothing to read the file for
+    if known is None or not (found := tokenizer_digest(folder)):
+        return
+    for name, digest_then in page.get("text_files", {}).items():
+        if (digest_now := found["text_files"].get(name)) is None:
+            raise InputError(
+                f"{folder / name} is gone since its model was trained, and with it special tokens,"
+                " a chat template or settings of generation; copy it back"
+            )
+        if digest_now != digest_then:  # on purpose, such as a new chat template
+            print(f"note: {folder / name} was changed since its model was trained", file=sys.stderr)
+    if (now := found["tokenizer_json"]) != known:
         raise InputError(
             f"{folder / TOKENIZER} was changed since its model was trained (digest {now[:16]}, was"
             f" {known[:16]}); copy back the one that encoded the data"

@@ -1,5 +1,8 @@
 """Documents in parquet files."""
 
+import contextlib
+import random
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -97,7 +100,7 @@ def test_damaged_parquet_is_reported(tmp_path):
     content = path.read_bytes()
     for damaged in (b"no parquet", b"", content[:-20], content[:4] + b"\xff" * 99 + content[103:]):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"a\.parquet is not a readable parquet file"):
+        with pytest.raises(InputError, match=r"a\.parquet is not a readable file of parquet"):
             read("parquet", path)
     texts = pyarrow.table({"text": [f"document {i}" for i in range(99)]})
     options = dict(write_page_checksum=True, compression="none", use_dictionary=False)
@@ -105,3 +108,42 @@ def test_damaged_parquet_is_reported(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"document 7", b"document 8"))
     with pytest.raises(InputError, match=r"a\.parquet is not a readable .*CRC checksum"):
         read("parquet", path)
+
+
+@pytest.mark.parametrize("write", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+def test_arrow_is_read_as_parquet_is(tmp_path, write):
+    """datasets' save_to_disk writes streams of batches."""
+    chat = [[{"role": "user", "content": "a"}]] * 2500
+    table = pyarrow.table({"text": [f"document {i}" for i in range(2500)], "messages": chat})
+    path = tmp_path / "a.arrow"
+    with write(path, table.schema) as file:
+        file.write_table(table, 1000)
+    pieces = read("parquet", path)
+    assert [piece.text for piece in pieces] == table["text"].to_pylist()
+    assert 0 < pieces[0].done <= pieces[-1].done <= path.stat().st_size
+    records = list(Source("chat", [("a", path)]).records(["messages"]))
+    assert [record.values["messages"] for record in records] == chat
+    with pytest.raises(InputError, match=r"no column 'x', only text, messages; name the column"):
+        read("parquet", path, "x")
+    for source in ("text", "jsonl"):
+        with pytest.raises(InputError, match="is of parquet or Arrow, not text: name parquet"):
+            read(source, path)
+    path.write_bytes(path.read_bytes()[:-3000])
+    with pytest.raises(InputError, match=r"a\.arrow is not a readable file of parquet or Arrow"):
+        read("parquet", path)
+
+
+def test_damaged_arrow_does_not_abort_the_process(tmp_path):
+    """Unchecked offsets into a column's text end it in C++."""
+    path, rng = tmp_path / "a.arrow", random.Random(0)
+    table = pyarrow.table({"text": [f"d{i}" for i in range(3000)]})
+    with pyarrow.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table, 500)
+    content = path.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(3):
+            damaged[rng.randrange(400)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with contextlib.suppress(InputError, MemoryError):
+            read("parquet", path)

@@ -6,7 +6,7 @@ import sysconfig
 import pytest
 from data_settings import write
 
-from jaxllm.data.paths import find_files
+from jaxllm.data.paths import by_split, find_files
 from jaxllm.data.sources import hold_out_rank
 from jaxllm.errors import InputError
 
@@ -100,9 +100,50 @@ def test_json_about_a_dataset_is_no_data(tmp_path):
         cards = ["dataset_infos.json"] * (kind == "text")
         assert [name for name, _ in found.files] == ["data/a.json", *more, *cards, "info.json"]
         assert ("2 about a dataset (data/state.json, ...)" in found.left_out) == (not more)
-    write(tmp_path / "data" / "a.arrow", "x")
-    with pytest.raises(InputError, match=r"1 \*\.arrow .*; write \*\.arrow with .*to_parquet$"):
-        find_files("parquet", str(tmp_path))
+    for name in ("a.arrow", "cache-0f.arrow"):  # the second is of a map
+        write(tmp_path / "data" / name, "x")
+    assert [name for name, _ in find_files("parquet", str(tmp_path)).files] == ["data/a.arrow"]
+
+
+CARDS = [  # `configs` in a README.md, files to train on, and to validate on; as datasets 5.2
+    ("[{config_name: default, data_files: [{split: train, path: data/a-*}, {split: test, path: b/*}"
+     ", {split: validation, path: [c.jsonl]}]}]", ["data/a-0.jsonl"], ["c.jsonl"]),
+    ("[{config_name: x, data_files: c.jsonl}]", ["c.jsonl"], []),
+    ("[{config_name: x, data_files: [./c.jsonl, b/*.jsonl]}]", ["b/1.jsonl", "c.jsonl"], []),
+    ("[{config_name: x, data_files: '**/*.jsonl'}]",
+     ["b/1.jsonl", "c.jsonl", "data/a-0.jsonl", "data/more.jsonl"], []),
+    ("[{config_name: x, data_dir: b}]", ["b/1.jsonl"], []),
+    ("[{config_name: x, data_files: c.jsonl}, {config_name: y, default: true, data_dir: b}]",
+     ["b/1.jsonl"], []),
+    ("[{config_name: x, data_files: [{split: train_sft, path: b/*}, {split: test_sft, path: c*}]}]",
+     ["b/1.jsonl"], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("configs", "train", "val"), CARDS)
+def test_the_readme_of_a_dataset_says_which_files_are_of_which_split(configs, train, val, tmp_path):
+    """Names alone say no split here, and files to test on were trained on."""
+    for name in ("data/a-0", "data/more", "b/1", "c"):
+        write(tmp_path / f"{name}.jsonl", "{}")
+    write(tmp_path / "README.md", f"---\nlicense: mit\nconfigs: {configs}\n---\n# A dataset\n")
+    found = by_split("jsonl", find_files("jsonl", str(tmp_path)))
+    assert [[name for name, _ in part.files] for part in found] == [train, val]
+
+
+def test_a_readme_that_chooses_no_files_is_reported(tmp_path):
+    write(tmp_path / "a.jsonl", "{}")
+    two = "configs: [{config_name: en, data_files: a.jsonl}, {config_name: fr, data_dir: fr}]"
+    for page, said in (
+        (two, r"README.md has the configurations en, fr, .*/\*\*/\*.jsonl'$"),
+        ("configs: [{data_files: b.jsonl}]", r"1 not in README.md's data_files.*; a glob names"),
+    ):
+        write(tmp_path / "README.md", f"---\n{page}\n---\n")
+        with pytest.raises(InputError, match=said):
+            find_files("jsonl", str(tmp_path))
+        assert len(find_files("jsonl", f"{tmp_path}/**/*.jsonl").files) == 1
+    for page in ("---\nconfigs: {\n---\n", "---\na\n---\n", "# no card\n"):
+        write(tmp_path / "README.md", page)
+        assert len(find_files("jsonl", str(tmp_path)).files) == 1
 
 
 def test_the_files_of_a_folder_that_a_pattern_matches_are_said_to_be_left_out(tmp_path):

@@ -352,3 +352,7 @@ def test_train_tokenizer(data, capsys):
         assert f"--vocab_size={size} is not from 257" in error_of(
             capsys, [*argv, f"--vocab_size={size}", f"--out={data / 'other.json'}"]
         )
+    (data / "empty.jsonl").write_text('{"body": ""}\n')  # it gave a tokenizer of bytes alone
+    argv += [f"--path={data / 'empty.jsonl'}", f"--out={data / 'other.json'}"]
+    assert "the data is empty" in error_of(capsys, argv)
+    assert not (data / "other.json").exists()

@@ -2,11 +2,15 @@
 
 import bz2
 import codecs
+import csv
 import gzip
 import json
 import lzma
 import random
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -77,13 +81,35 @@ def test_archives_and_arrays_are_refused(tmp_path):
         (bz2.compress(b"x"), "compressed with bzip2"),
         (lzma.compress(b"x"), "compressed with xz"),
         (b"PK\3\4\x14", "a zip archive"),
+        (pyarrow.compress(b"x", "lz4", asbytes=True), "compressed with lz4"),
     ):
         for source in ("text", "jsonl"):
             with pytest.raises(InputError, match=f"is {kind}, not text: unpack it"):
                 read(source, write(tmp_path / "a.txt", content))
+    path = parquet(tmp_path / "a.parquet", text=["a"])
+    for source in ("text", "jsonl"):
+        with pytest.raises(InputError, match="is of parquet or Arrow, not text: name parquet"):
+            read(source, path)
     write(tmp_path / "a.json", '[\n{"text": "a"}\n]')
     with pytest.raises(InputError, match="is a JSON array, not an object per line"):
         read("jsonl", tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("mark", [",", "\t"])
+def test_csv_is_refused_with_a_command_that_converts_it(tmp_path, mark):
+    rows = [("text", "n"), ('two\nlines, "quoted"\t', "1"), ("ä", "2")]
+    path = tmp_path / {",": "a.csv", "\t": "a.tsv"}[mark]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=mark).writerows(rows)
+    for source in ("jsonl", "parquet", "chat"):
+        with pytest.raises(InputError, match="is CSV: to write JSON lines: python -c ") as error:
+            list(Source(source, [("a", path)]).records(["text"]))
+    command = str(error.value).partition("lines: python")[2]
+    subprocess.run(sys.executable + command, shell=True, check=True)
+    found = read("jsonl", Path(f"{path}.jsonl"))
+    assert [piece.text for piece in found] == [text for text, _ in rows[1:]]
+    lines = write(tmp_path / "lines.csv", '{"text": "a"}\n')  # by content
+    assert [piece.text for piece in read("jsonl", lines)] == ["a"]
 
 
 def test_the_name_alone_decides_what_is_held_out():

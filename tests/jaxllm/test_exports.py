@@ -21,9 +21,11 @@ from safetensors.numpy import load_file
 
 import train
 from jaxllm.data import command as data
+from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.text import Tokenizer
 from jaxllm.weights import convert
+from jaxllm.weights.pretrained import open_weights
 
 TOKENIZER = FIXTURES / "evaluation" / "tokenizer.json"
 IDS = dict(bos_token_id=3, eos_token_id=2, pad_token_id=5)
@@ -112,6 +114,28 @@ def made(tmp_path_factory):
     return parent
 
 
+def test_files_about_the_text_do_not_vanish_or_change_in_silence(tmp_path, capsys):
+    """Without tokenizer_config.json a chat had no template, and Llama 3's eos was another token."""
+    source = family_folder(tmp_path / "source", "llama3")
+    extra = "additional_chat_templates/rag.jinja"
+    write(source, {extra: "{{ messages }}"})
+    for name, words in (("run", ()), ("packed", ("--quantize", "int8", "--group", "none"))):
+        run = converted(source, tmp_path / name, *words)
+        for beside in ("tokenizer_config.json", "generation_config.json", "token_ids.json", extra):
+            content = (run / beside).read_bytes()
+            (run / beside).unlink()
+            with pytest.raises(InputError, match=f"{beside} is gone since its model was trained.*"):
+                open_weights(run)
+            (run / beside).write_bytes(content + b" ")
+            capsys.readouterr()
+            open_weights(run)
+            said = f"note: {run / beside} was changed since its model was trained\n"
+            assert capsys.readouterr().err == said
+            (run / beside).write_bytes(content)
+        open_weights(run)
+        assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", [slow("text"), "shards"])
 def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made, tmp_path, capsys):
     assert kept(converted(made / "ours", tmp_path / "straight")) == kept(made / "theirs")
@@ -136,9 +160,10 @@ def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made
     assert (found.bos, found.eos, found.ends) == (right.bos, right.eos, {2, 4})
 
 
-def test_a_run_of_ours_becomes_a_folder_that_names_its_end(made, tmp_path):
+def test_a_run_of_ours_becomes_a_folder_that_names_its_end(made, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(made / "ours", run)
+    monkeypatch.setattr("jaxllm.weights.checksums.check_folder", lambda *_: None)
     for name in (*COMPANIONS, "token_ids.json"):  # as a run that trained its own tokenizer
         (run / name).unlink()
     back = converted(run, tmp_path / "back")

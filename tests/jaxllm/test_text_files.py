@@ -1,5 +1,6 @@
 """What the files of a tokenizer's folder say, read as transformers reads them, and bad ones."""
 
+import base64
 import contextlib
 import json
 import re
@@ -250,6 +251,23 @@ def test_bad_files_are_named(name, content, named, tmp_path):
     refusal = pytest.raises(InputError, match=named)
     with contextlib.nullcontext() if named == "nothing" else refusal:
         Tokenizer(folder)
+
+
+def test_a_tokenizer_of_tiktoken_is_not_turned_into_one_without_special_tokens(tmp_path):
+    """The converter that our command for other files calls knows no names of Llama 3's."""
+    ranks = [base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)]
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(ranks))
+    with pytest.raises(InputError, match=r"tokenizer\.model is tiktoken's, .* above original/$"):
+        Tokenizer(tmp_path)
+
+
+def test_the_flag_of_mistrals_regex_is_not_ignored(tmp_path):
+    """transformers would encode a Mistral's text with another regex than the file's."""
+    page = {"fix_mistral_regex": True}
+    folder_of(tmp_path / "a", tokenizer_config=page, config={"model_type": "llama"})
+    folder_of(tmp_path / "b", tokenizer_config={}, config={"model_type": "mistral"})
+    with pytest.raises(InputError, match=r"fix_mistral_regex=true is not supported; save the"):
+        folder_of(tmp_path / "c", tokenizer_config=page, config={"model_type": "mistral"})
 
 
 def test_what_a_post_processor_lacks_is_named(tmp_path):
