@@ -173,10 +173,10 @@ def _alike_on_tensor(op: Callable, wrap: Callable, in_specs: tuple, out_specs) -
 
         return wrap(run, in_specs=(each, out_specs), out_specs=in_specs)(pull_back, gradients)
 
-    def total(spec, gradient):
-        if gradient is None or gradient.dtype == float0:
-            return None
-        return jax.lax.psum(gradient, [axis for axis in PARTS if axis not in _axes(spec)])
+    def total(spec, gradient):  # of an array, or of several in a packed weight
+        axes = [axis for axis in PARTS if axis not in _axes(spec)]
+        each = lambda g: None if g.dtype == float0 else jax.lax.psum(g, axes)
+        return jax.tree.map(each, gradient)
 
     wrapped.defvjp(forward, backward)
     return wrapped

@@ -1,6 +1,7 @@
-"""Run by test_lora.py with two forced CPU devices: losses and adapters of three steps, as JSON.
+"""Run by test_lora.py with four forced CPU devices: losses and adapters of three steps, as JSON.
 
-For one device, and for two that divide the batch, the parameters, the heads or the tokens.
+For one device, for two that divide the batch, the parameters, the heads or the tokens, and for
+four that divide heads and tokens.
 """
 
 import json
@@ -16,9 +17,9 @@ MESHES = {
 }
 
 
-def run(mesh, quantize, dropout=0.25):
+def run(mesh, quantize, dropout=0.25, **options):
     lora = dict(rank=4, dropout=dropout)
-    options = dict(quantize=quantize, n_layers=1)
+    options |= dict(quantize=quantize, n_layers=1)
     trainer = trainer_of(lora, mesh=mesh or None, train=dict(grad_accum=2), **options)
     state, batch = state_of(trainer), trainer.put_batch(batch_of())
     step, losses = trainer.trace_train_step().lower().compile(), []
@@ -36,4 +37,7 @@ if __name__ == "__main__":
     for name, mesh in dict(one={}, **halves).items():
         found[f"{name}, without dropout"] = run(mesh, None, 0.0)
     found |= {f"{name}, packed": run(MESHES[name], "int8") for name in ("one", "fsdp")}
+    meshes = dict(one={}, tensor=halves["tensor"], both=dict(data=1, context=2, tensor=2))
+    for name, mesh in meshes.items():
+        found[f"{name}, packed without dropout"] = run(mesh, "int8", 0.0, n_kv_heads=4)
     print(json.dumps(found))

@@ -171,7 +171,9 @@ class Llama3Config(AttentionConfig):
     d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
     qkv_bias: bool = Field(False, description="biases of the q, k and v projections (Qwen2)")
     qk_norm: bool = Field(False, description="RMS norm of query and key heads before RoPE (Qwen3)")
-    rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
+    rope_theta: Annotated[float, Field(ge=1e-9, le=1e30)] = Field(  # the op's is 2^-30
+        500000.0, description="base of the rotary frequencies"
+    )
     rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's scaling; null: none")
     tie_embeddings: bool = Field(False, description="use the token embedding as the head")
     norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")

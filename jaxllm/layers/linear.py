@@ -167,7 +167,8 @@ class LowBits:
         """x W + bias by a kernel that unpacks words in registers."""
         options = dict(dtype=dtype, implementation=self.implementation)
         op = functools.partial(quantized_linear, **options)
-        return per_device(op, (P(BATCH), P(), P()), P(BATCH))(x, self.row, bias)
+        part = TOKENS if x.ndim == 3 else P(BATCH)
+        return per_device(op, (part, P(), P()), part)(x, self.row, bias)
 
 
 Weight = Dense | Transposed | LowBits

@@ -156,6 +156,7 @@ class Run:
         self.dataset = open_dataset(config.model_copy(update={"data": data}))
         self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples, saved, changed = 0, 0, {}, ""
+        self.skips = 0  # updates skipped in a row, up to the last recorded step
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
@@ -257,7 +258,7 @@ class Run:
             if kernels := self.trace.after(step, received is not None):
                 self.log.message(kernels)
             if due:
-                self._evaluate_sample_save(step, due)
+                self._evaluate_sample_save(step, due, ends=received is not None or step == steps)
             if received is not None:
                 return step, received
         return steps, None
@@ -269,7 +270,7 @@ class Run:
         every |= {"sample": self.config.sample.every, "checkpoint": train.checkpoint_every}
         return {key for key, n in every.items() if step == train.steps or (n and step % n == 0)}
 
-    def _evaluate_sample_save(self, step: int, due: set[str]) -> None:
+    def _evaluate_sample_save(self, step: int, due: set[str], ends: bool = False) -> None:
         if not self.holds():
             raise RunError(
                 f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
@@ -279,7 +280,8 @@ class Run:
             val_loss = self._validate(step) if "val_loss" in due else None
             if "sample" in due:
                 self._sample(step)
-            if "checkpoint" in due:
+            # While updates are skipped, the parameters may be bad: saves would replace good ones.
+            if "checkpoint" in due and (ends or not self.skips):
                 self._save(step, val_loss)
 
     def _finish(self) -> None:
@@ -300,8 +302,9 @@ class Run:
         if self.canary is not None:
             self.canary.check(step)
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
+        self.skips = int(skips)
         if skips or "loss" in self._due(step):
-            self.log.train(step, loss, lr, norm, seconds, int(skips))
+            self.log.train(step, loss, lr, norm, seconds, self.skips)
         if not skips:
             return
         self.log.message(

@@ -77,6 +77,8 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         # float32 rounds it to 0, and 0 / 0 made every parameter without a gradient NaN.
         ({"optimizer.eps": "1e-50"}, "optimizer.eps=1e-50: must be at least 0.000000000000"),
         ({"model.softcap": "1e38"}, "model.softcap='1e38': must be at most 100000000000000000000"),
+        # The op refused it with a traceback.
+        ({"model.rope_theta": "9e-10"}, "model.rope_theta=9e-10: must be at least 0.000000001"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
         ({"sample.prompt": "a\ud800"}, "sample.prompt='a\\ud800': 'utf-8' codec can't encode"),
         ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
