@@ -28,14 +28,8 @@ def _parser() -> Parser:
     command.option("--tokenizer PATH", "a tokenizer.json or its folder", required=True)
     command.option("--out DIR", "folder to write the shards to", required=True)
     command.option("--shard_tokens N", "tokens per shard", default=100_000_000)
-    command.option(
-        "--val_fraction X", "fraction of the documents to hold out for validation", default=0.01
-    )
-    command.option(
-        "--special_tokens text|tokens",
-        "what the names of special tokens in a document are",
-        default="text",
-    )
+    command.option("--val_fraction X", "share of documents to hold out", default=0.01)
+    command.option("--special_tokens text|tokens", "what special tokens' names are", default="text")
     command.option("--end_token NAME", "the token between documents (default: the tokenizer's)")
     command.option(
         "--loss assistant|all",
