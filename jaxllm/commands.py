@@ -60,9 +60,6 @@ def run(name, words=None):
     kernels = os.environ.get("JAXLLM_KERNELS", "")
     if kernels not in ("", "general"):  # pallas_kernels/dispatch.py
         return _error(f"JAXLLM_KERNELS={kernels} is not general: set that, or unset it")
-    flag = _unknown_flag()
-    if flag:
-        return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
     # Of a user's other programs: float64 numbers, other random ones, errors of optax, transfers,
     # compilation, infinities.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
@@ -73,6 +70,9 @@ def run(name, words=None):
 
     terminal.protect_streams(lossy=name == "train")
     with terminal.ended_by_interrupt():
+        flag = _unknown_flag()
+        if flag:
+            return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
         command = importlib.import_module(COMMANDS[name][0]).main
         if name not in ("chat", "convert", "data"):  # those clean up, or go on
             return command(words)
