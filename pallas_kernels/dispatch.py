@@ -148,9 +148,10 @@ def choose(
         if why is None:
             kind, why = ("asked", "asked for") if implementation else ("fits", "supported")
             if refused and not form.is_kernel:
-                # The refusal that says most: the first one by which a kernel is not for this call.
-                kernels = (r for r in refused if r.runs in _KERNELS)
-                of_call = (r for r in kernels if r.kind in ("unsupported", "slower"))
+                # The refusal that says most: that XLA is faster than a kernel which supports the
+                # call, or else the first one by which a kernel is not for it.
+                kernels = [r for r in refused if r.runs in _KERNELS]
+                of_call = (r for k in ("slower", "unsupported") for r in kernels if r.kind == k)
                 _, _, kind, why = next(of_call, refused[0])
             return form, Decision(op, form.runs, kind, why), refused
         refused.append(Decision(op, form.runs, *why))

@@ -374,7 +374,7 @@ def _flops(part: Part) -> str:
 
 def _draw(title: str, rows: list[tuple[str, float | None, str]]) -> str:
     """Horizontal bars; a row without a number is a heading."""
-    longest = max(us for _, us, _ in rows if us)
+    longest = max((us for _, us, _ in rows if us), default=1)  # arrays may be empty
     height = 40 + 24 * len(rows)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}"'

@@ -130,6 +130,7 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
         classes += int, float
     elements = [kind for of in kinds if get_origin(of) in _SEQUENCES for kind in get_args(of)]
     of_element = _arrays([x for kind in elements for x in _members(kind)]) if elements else None
+    fixed = Ellipsis not in elements and any(get_origin(kind) is tuple for kind in kinds)
     arrays = [kind for kind in kinds if _is_array(kind)]
     dtypes = {d for kind in arrays for d in (_WIDE if kind.dtype is Float else kind.dtypes)}
 
@@ -137,8 +138,12 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
         if of_element is not None and isinstance(x, list | tuple):
             for i, y in enumerate(x):
                 of_element(f"{name}[{i}]", y)
+            if fixed and len(x) != len(elements):
+                raise ValueError(f"{name} has length {len(x)}, not {len(elements)}")
         elif x is None and NoneType not in kinds:
             raise ValueError(f"{name} must be an array, not None")
+        elif of_element is not None and not arrays and x is not None:
+            raise ValueError(f"{name} must be a tuple or list of arrays, not {_shown(x)}")
         elif not (isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)) or _converts(x)):
             what = f"an array, not {type(x).__name__}"
             raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
@@ -162,9 +167,15 @@ def _converter(kind) -> Callable[[str, Any], Any] | None:
     return functools.partial(_scalar, kind) if kind in _SCALARS else None
 
 
+def _shown(x) -> str:
+    """x in one line, for an error."""
+    text = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
+    return text if len(text) < 80 and "\n" not in text else type(x).__name__
+
+
 def _choice(choices, name: str, x):
     if not isinstance(x, str) or x not in choices:
-        raise ValueError(f"{name}={x!r} is not one of {', '.join(choices)}")
+        raise ValueError(f"{name}={_shown(x)} is not one of {', '.join(choices)}")
     return x
 
 
@@ -172,7 +183,7 @@ def _dtype(name: str, x):
     try:
         dtype = None if x is None else jnp.dtype(x)
     except TypeError:
-        raise ValueError(f"{name}={x!r} is not a dtype") from None
+        raise ValueError(f"{name}={_shown(x)} is not a dtype") from None
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{name}={dtype} is not a floating point dtype")
     return dtype
@@ -180,7 +191,7 @@ def _dtype(name: str, x):
 
 def _fields(kind, convert, name: str, x):
     if not isinstance(x, kind):
-        raise ValueError(f"{name}={x!r} is not a pallas_kernels.{kind.__name__}")
+        raise ValueError(f"{name}={_shown(x)} is not a pallas_kernels.{kind.__name__}")
     fields = {field: to(f"{name}.{field}", getattr(x, field)) for field, to in convert.items()}
     return x._replace(**fields)
 
@@ -200,7 +211,7 @@ def _scalar(kind, name: str, x):
     if isinstance(x, np.generic | np.ndarray | jax.Array) and not x.ndim:
         x = x.item()
     if not isinstance(x, bool | int | float):
-        raise ValueError(f"{name}={x!r} is not a Python {what}")
+        raise ValueError(f"{name}={_shown(x)} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
         raise ValueError(f"{name}={x} is not {must}")
     if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might take it for 0

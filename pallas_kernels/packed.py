@@ -9,6 +9,7 @@ where its kernels can; splitting the array would copy it.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -29,9 +30,14 @@ class Packed:
 
     def check(self, *names: str) -> None:
         """Raises ValueError unless there is a part for each name and the columns add up."""
-        if len(self.parts) != len(names):
-            raise ValueError(f"packed has {len(self.parts)} parts, not {', '.join(names)}")
-        if any(heads < 1 or width < 1 for heads, width in self.parts):
+        try:
+            pairs = [(operator.index(heads), operator.index(width)) for heads, width in self.parts]
+        except (TypeError, ValueError):
+            need = "pairs of integers (heads, width)"
+            raise ValueError(f"packed has parts {self.parts!r}, not {need}") from None
+        if len(pairs) != len(names):
+            raise ValueError(f"packed has {len(pairs)} parts, not {', '.join(names)}")
+        if any(heads < 1 or width < 1 for heads, width in pairs):
             raise ValueError(f"packed has parts {self.parts}: heads and width must be at least 1")
         if len(shape := getattr(self.array, "shape", ())) != 3:
             raise ValueError(f"packed has an array {shape}, but needs (B, T, P)")

@@ -131,10 +131,18 @@ def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implement
 
 def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
     """Why the activation has no kernel, or None."""
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[1]), jnp.result_type(x, up))
     if gate is None:
-        return activation.gelu_why_not(hidden, bias)
-    return activation.swiglu_why_not(hidden, hidden)
+        return activation.gelu_why_not(_hidden(x, up), bias)
+    return activation.swiglu_why_not(_hidden(x, gate), _hidden(x, up))
+
+
+def _parts_why_slower(x, up, *others, **options) -> str | None:
+    """Why XLA's activation is faster than the kernel, or None."""
+    return activation.why_slower(_hidden(x, up))
+
+
+def _hidden(x, w):
+    return jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), jnp.result_type(x, w))
 
 
 def why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -265,7 +273,7 @@ def _factors(g, u):
 
 FORMS = (
     Form("hopper", functools.partial(_in_parts, fused=True), "sm_90a", why_not),
-    Form("general", _in_parts, "sm_80", _parts_why_not),
+    Form("general", _in_parts, "sm_80", _parts_why_not, _parts_why_slower),
     Form("xla", _in_parts),
 )
 FP8 = (

@@ -65,7 +65,8 @@ def decode_attention(
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
-    A position that sees no key gets zeros.  The kernels have no gradient: use `attention`.
+    A position that sees no key gets zeros.  One whose logits are all -inf (of an infinity in q or
+    k) gets NaN, but zeros from the kernels, which have no gradient: use `attention`.
     """
     lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window)

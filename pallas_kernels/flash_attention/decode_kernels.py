@@ -304,18 +304,20 @@ def _attend(b: DecodeBlock, o_acc):
     m, l = masks.no_keys(ROWS)
     if b.p.appends:
         last = (b.split == b.p.splits - 1) & (b.length >= 0)  # a row of length 0 sees nothing
-        m, l = lax.cond(last, lambda: (_start(b, o_acc), l + 1), lambda: (m, l))
+        m, l = lax.cond(last, lambda: _start(b, o_acc, m), lambda: (m, l))
     m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (m, l))
     return o_acc[...], m, l
 
 
-def _start(b: DecodeBlock, o_acc):
-    """The softmax over the newest position alone: O; returns the logit of each row."""
+def _start(b: DecodeBlock, o_acc, m):
+    """The softmax over the newest position alone: O; returns the logit and the sum of each row."""
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
     x, factor = masks.capped(x, b.p.scale, b.p.softcap)
-    o_acc[...] = along(_new(b, 1), q.shape, 1)
-    return x * factor
+    m = jnp.maximum(m, x * factor)
+    l = jnp.exp2(x * factor - m)  # 1, but 0 for a logit of -inf, and NaN for inf and NaN
+    o_acc[...] = along(l, q.shape, 0) * along(_new(b, 1), q.shape, 1)
+    return m, l
 
 
 def _step(b: DecodeBlock, o_acc, tile, carry):

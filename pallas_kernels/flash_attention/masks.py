@@ -185,7 +185,7 @@ def finish(o, m, l, *, blind: bool):
     """(O over the sums, log-sum-exp).  blind: rows may have seen no key, which get 0 and -inf."""
     inverse = 1 / l
     if blind:
-        inverse = jnp.where(l > 0, inverse, 0)
+        inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
     return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
 
 

@@ -203,6 +203,9 @@ def quantize(
     """
     mosaic.check_axes("K N", w=w)
     _check_format(w.shape, bits, group, symmetric, format)
+    of = jax.typeof(w).sharding
+    if any(of.spec):  # JAX packs no array that explicit axes of a mesh split
+        w = jax.sharding.reshard(w, of.update(spec=(None, None)))
     return _quantize(w, bits, group, symmetric, format)
 
 

@@ -90,6 +90,9 @@ def test_a_packed_array_that_does_not_fit_is_an_error():
         (((4, 64), (2, 64), (2, 64)), "packed has 576 columns, not 4 x 64"),
         (((7, 64), (2, 64)), "packed has 2 parts, not q, k, v"),
         (((9, 64), (0, 64), (0, 64)), "heads and width must be at least 1"),
+        (((9,),) * 3, r"packed has parts \(\(9,\), .*, not pairs of integers \(heads, width\)$"),
+        (((3.0, 64),) * 3, r"packed has parts \(\(3.0, 64\), .*, not pairs of integers"),
+        (3, "packed has parts 3, not pairs of integers"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(Packed(x, parts))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import slow
 from jax.test_util import check_grads
-from kernel_checks import assert_lowers, check_op, normal
+from kernel_checks import assert_lowers, check_op, kernels_run_here, normal
 
 from pallas_kernels import RopeScaling, attention, decode_attention, rope
 from pallas_kernels.flash_attention import decode_kernels
@@ -191,6 +191,24 @@ def test_positions_without_keys_give_zeros(length):
     assert not y[0].any()
     assert not y[1, 0].any()
     assert y[1, 1].any()
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_new_key_that_is_not_finite_shows(length):
+    """The only key's weight was 1 whatever its logit was, so NaN in q or the key was lost."""
+    q, k, v, lengths = arrays(4, 1, 1, 1, 8, 16, [length] * 4)
+    q = q.at[0, 0, 0, 0].set(jnp.nan).at[1:, 0, 0, 3].set(1)
+    new = normal(5, (4, 1, 1, 16), BF16)
+    key = new.at[jnp.arange(1, 4), 0, 0, 3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf], BF16))
+    run = lambda how: decode_attention(q, k, v, lengths, new=(key, new), implementation=how)[0]
+    with kernels_run_here():
+        actual = run("mosaic")
+    expected = run("xla")
+    if length == 1:  # no logit but -inf, for which the kernel has zeros
+        expected = expected.at[3].set(0)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert np.isnan(actual[:3]).all()
+    assert np.isfinite(actual[3]).all()
 
 
 def test_a_length_beyond_the_cache_counts_as_its_size():

@@ -132,6 +132,10 @@ def test_the_reason_is_about_the_call_where_one_is(monkeypatch):
     with pytest.raises(NotImplementedError, match="for this call: an A100; x is 5$"):
         dispatch.choose("op", forms, "mosaic", 5)
     assert Decision("op", "hopper", "device", "an A100") in dispatch.choose("op", forms, None, 5)[2]
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    forms = FORMS[0], FORMS[2]._replace(why_slower=lambda x: "x is 3"), FORMS[3]
+    decision = dispatch.choose("op", forms, None, 3)[1]
+    assert decision == ("op", "xla", "slower", "faster, as x is 3")  # a kernel supports it
 
 
 def test_where_no_kernel_can_run_none_is_slower(incapable):

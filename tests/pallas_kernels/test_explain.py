@@ -102,6 +102,24 @@ def test_an_encoder_reads_the_rows_that_it_needs(vocabulary):
     assert part.bytes == 4 * (16 + 128 * rows)
 
 
+@on_cpu
+def test_a_call_without_elements_has_a_picture():
+    ET.fromstring(explain("gelu", like("bfloat16", 0, 128)).picture())
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["gate", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "f", "dtype"), [(1, 128, "bfloat16"), (256, 100, "bfloat16"), (256, 128, "float32")]
+)
+def test_an_mlp_has_a_kernel_where_its_plan_says_so(name, rows, f, dtype):
+    """It said "general: supported" where the activation inside ran on XLA."""
+    last = like(dtype, *((64, f) if name == "gate" else (f,)))
+    weights = like("bfloat16", 64, f), like("bfloat16", f, 64)
+    found = explain("mlp", like("bfloat16", rows, 64), *weights, **{name: last})
+    assert (found.decision.runs == "xla") == (not any(part.kernels for part in found.parts))
+
+
 def test_a_loop_launches_its_kernels_many_times():
     step = lambda x, _: (gelu(x, implementation="mosaic"), None)
     traced = jax.make_jaxpr(lambda x: lax.scan(step, x, length=3))(like("bfloat16", 64, 1024))

@@ -45,7 +45,10 @@ def test_every_kind_of_number_is_converted(op, kind):
         (dict(window=2**31), "window=2147483648 is not a whole number of 32 bits"),
         (dict(window="3"), "window='3' is not a Python integer"),
         (dict(window=[3]), r"window=\[3\] is not a Python integer"),
-        (dict(window=np.array([3])), r"window=array\(\[3\]\) is not a Python integer"),
+        # Of a longer array the message had several lines.
+        (dict(window=np.ones((99, 9))), r"window=float64 \(99, 9\) is not a Python integer"),
+        (dict(scale=jnp.ones(3)), r"scale=float32 \(3,\) is not a Python number"),
+        (dict(softcap=[np.ones(99)]), "softcap=list is not a Python number"),
         (dict(window=0), "window=0 needs causal=True and at least 1 key"),
         (dict(softcap=float("nan")), "softcap=nan is not a finite number"),
         (dict(scale=1e39), "scale=1e[+]39 is not a finite number of float32"),
@@ -69,18 +72,40 @@ OPS = [op for op in (getattr(ops, name) for name in ops.__all__) if inspect.isfu
 arrays_of = lambda op: [n for n, p in inspect.signature(op).parameters.items() if "Array" in str(p)]
 
 
+annotation = lambda op, name: str(inspect.signature(op).parameters[name].annotation)
+takes_several = lambda op, name: re.match("tuple|collections", annotation(op, name))
+
+
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in arrays_of(op)])
 def test_what_no_array_is(op, name):
     """The wrong argument is named, whatever the others are."""
-    others = {other: jnp.ones(2) for other in arrays_of(op)}
+    others = {other: jnp.ones(2) for other in arrays_of(op) if not takes_several(op, other)}
     for wrong in ([1.0, 2.0], "zzz", lambda: 0):
         what = rf"( must be an array, not {type(wrong).__name__}|\[0\] must be an array, not float)"
         refused = rf"^{name}{what}: pass jnp.asarray\({name}"
+        if takes_several(op, name) and not isinstance(wrong, list):
+            refused = f"^{name} must be a tuple or list of arrays, not "
         with pytest.raises(ValueError, match=refused):
             op(**others | {name: wrong})
 
 
-annotation = lambda op, name: str(inspect.signature(op).parameters[name].annotation)
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op in OPS for name in arrays_of(op) if takes_several(op, name)]
+)
+def test_one_array_for_several_is_refused(op, name):
+    """Iteration over it failed, or its first row was taken for the first array."""
+    refused = rf"^{name} must be a tuple or list of arrays, not float32 \(2, 3\)$"
+    with pytest.raises(ValueError, match=refused):
+        op(**{name: jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_new_position_has_two_arrays(count):
+    """Without a key and a value the op raised IndexError; the third array was dropped."""
+    with pytest.raises(ValueError, match=f"^new has length {count}, not 2"):
+        decode(new=(KV[:, :1],) * count, theta=1e4)
+
+
 FLOATS = [
     (op, name)
     for op in OPS
@@ -93,7 +118,7 @@ FLOATS = [
 @pytest.mark.parametrize(("op", "name"), FLOATS)
 def test_an_array_that_is_not_of_real_numbers_is_refused(op, name, dtype):
     """An imaginary part was dropped without a word, and JAX's own error named no argument."""
-    others = {other: jnp.ones(2) for other in arrays_of(op)}
+    others = {other: jnp.ones(2) for other in arrays_of(op) if not takes_several(op, other)}
     several = re.search("tuple|Sequence", annotation(op, name))
     x, at = jnp.ones(2, dtype), "[0]" if several else ""
     refused = f"^{re.escape(name + at)} is {dtype}: cast it to bfloat16, float16 or float32$"
@@ -172,7 +197,9 @@ def test_every_op_checks_its_options(name):
     options = [o for o in options if (name, o) != ("linear_cross_entropy", "scale")]  # an array
     assert options
     required = [
-        p.name for p in signature.parameters.values() if p.default is inspect.Parameter.empty
+        p.name
+        for p in signature.parameters.values()
+        if p.default is inspect.Parameter.empty and not takes_several(op, p.name)
     ]
     for option in options:
         given = dict.fromkeys(required, jnp.ones(2)) | {option: [1]}

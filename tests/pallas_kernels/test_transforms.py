@@ -180,3 +180,13 @@ def test_on_a_mesh_with_explicit_axes(name, in_mesh):
         gradients = jax.eval_shape(run, floats, ids)
     expected = ["d"] * len(split) + [None] * len(whole)
     assert [x.sharding.spec[0] for x in gradients] == expected
+
+
+@pytest.mark.parametrize("spec", [("d", None), (None, "d")])
+@pytest.mark.parametrize("options", [{}, dict(bits=2, group=32), dict(format="2:4")], ids=str)
+def test_a_weight_on_a_mesh_with_explicit_axes_is_packed(options, spec):
+    """JAX refused a reshape, or found no axis d in a mesh without axes."""
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    w = jax.ShapeDtypeStruct((256, 64), "float32", sharding=NamedSharding(mesh, P(*spec)))
+    weight = jax.eval_shape(functools.partial(ops.quantize, **options), w)
+    assert not any(a.sharding.spec[0] for a in jax.tree.leaves(weight))
