@@ -39,11 +39,28 @@ def cancelled(given: Arguments, names, truth, coarse: float) -> list[float]:
         error = 4 * FLOOR * largest[name[0]] + float(np.finfo(np.float32).eps) * _logit(given)
         if call.op.startswith("vlstm") and name == "df":  # sums of q dq and of k dk
             error += coarse / 8 * max(largest.values())
+        if call.op == "attention" and name in ("dq", "dk"):
+            error += float(np.finfo(np.float32).eps) * _differences(given)
         if call.op == "layer_norm" and name == "dx" and given.leaves[0].shape[-1] == 1:
             # 0: g - mean(g) of one column, which a fused multiply-add rounds once, times r.
             error += float(np.finfo(np.float32).eps) / max(call.options["eps"], 1e-12) ** 0.5
         lost.append(error)
     return lost
+
+
+def _differences(given: Arguments) -> float:
+    """The largest term of dq and dk where dP - delta is a difference of equal numbers.
+
+    A row that sees one key has the weight 1 and no gradient.  XLA subtracts the same float32 from
+    itself; the kernels compute delta from O, so that the rounding of dO . v is left.
+    """
+    arrays = dict(zip(given.names, map(wide, given.leaves), strict=True))
+    most = {name: _largest(x[np.isfinite(x)]) for name, x in arrays.items()}
+    packed = max(most.values())  # of an array that holds all three
+    q, k, v = (most.get(name, packed) for name in "qkv")
+    width = max(x.shape[-1] for x in arrays.values())
+    scale = abs(given.call.options.get("scale") or 1)
+    return 4 * v * width**0.5 * scale * max(q, k)  # the gradients of O are normal numbers
 
 
 def _logit(given: Arguments) -> float:
