@@ -156,7 +156,9 @@ def choose(
             return form, Decision(op, form.runs, kind, why), refused
         refused.append(Decision(op, form.runs, *why))
     reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in _KERNELS))
-    raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reasons}")
+    raise NotImplementedError(
+        f"{op} has no Mosaic kernel for this call: {reasons or 'it has none'}"
+    )
 
 
 def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, str] | None:
@@ -181,7 +183,8 @@ def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, 
 
 def record(decision: Decision) -> None:
     """Records a decision for `explain()`, and logs the first one of a kind that is no kernel's."""
-    if decision not in _decisions and decision.kind != "asked" and decision.runs not in _KERNELS:
+    told = decision.kind not in ("asked", "fits")  # which an op without kernels does on XLA
+    if decision not in _decisions and told and decision.runs not in _KERNELS:
         # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
         missed = jax.default_backend() != "cpu" and not decision.supported
         level = logging.WARNING if missed else logging.INFO

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ON_GPU = jax.default_backend() == "gpu"
 # Public names of pallas_kernels that are not ops, or have no kernel of their own.
 NO_KERNEL = {"Packed", "RopeScaling", "QuantizedWeight", "quantize"}
+ON_XLA = {"vlstm_step"}  # ops without a kernel
 RATIO = 2.0
 LOWERS = True  # tests/conftest.py: whether this is the first case of its test
 FLOOR = 2 * np.finfo(np.float32).eps  # two float32 roundings, relative to the largest true value

@@ -110,11 +110,6 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
-    "vlstm_step": (  # without a gradient
-        lambda *a, **o: ops.vlstm_step(*(a := jax.lax.stop_gradient(a))[:5], a[5:], **o),
-        [*[(2, 1, 1, 32)] * 3, *[(2, 1, 1)] * 2, (2, 1, 1, 32, 32), (2, 1, 1, 32), (2, 1, 1)],
-        [],
-    ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
     "vlstm_packed": (
         lambda x, i, f, **o: ops.vlstm(ops.Packed(x, ((1, 64),) * 3), None, None, i, f, **o),

@@ -235,7 +235,6 @@ CASES = (
     _vlstm_packed((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     _vlstm_packed((32, 1024, 6, 64), gated=True),
     _vlstm_packed((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False, gated=True),
-    generation.vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
     _mlp("swiglu", _GATE, 3, (8192, 2048, 8192), (8192, 4096, 14336), fp8=True),
     _mlp("gelu", _BIAS, 2, (32768, 768, 3072), fp8=True),

@@ -92,18 +92,3 @@ def packed_row(variant: str, shares: tuple[int, ...], *sizes, activation=None) -
         derive=lambda n: _packed_axes(n, 64, 1, 128),
         pack=pack,
     )
-
-
-def vlstm_step(*sizes) -> Case:
-    """One position; sizes: (B, NH, DQK, DV)."""
-    arrays = {"q": A("B NH DQK"), "k": A("B NH DQK"), "v": A("B NH DV")}
-    arrays |= {"i": A("B NH", "float32"), "f": A("B NH", "float32")}
-    arrays |= {"c": A("B NH DQK DV", "float32"), "n": A("B NH DQK", "float32")}
-    return Case(
-        "vlstm_step",
-        arrays | {"m": A("B NH", "float32")},
-        shapes("B NH DQK DV", *sizes),
-        {"B": 1, "NH": 1},
-        forward_only=True,
-        pack=lambda c, n, m, **others: others | {"state": (c, n, m)},
-    )
