@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
-LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+LOWEST = -3e38  # the running maximum before any key: finite, as -inf - (-inf) is no number
 LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_inputs import BF16, FP16, inputs, packed
 from cases import slow, slow_interpreted
-from kernel_checks import ON_GPU, check_op
+from kernel_checks import ON_GPU, check_op, kernels_run_here
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.op import attention, attention_reference
@@ -94,6 +94,20 @@ def test_the_largest_logit_leaps(d):
     k *= (3 * (5 - jnp.arange(640) // 128)).astype(BF16)[:, None, None]  # the last tile is first
     options = dict(causal=False, return_lse=True)
     check_op(attention, attention_reference, q, k, v, kernels=KERNELS, **options)
+
+
+@pytest.mark.parametrize("general", [False, slow(True)])
+def test_logits_far_below_zero(general, request):
+    """All of them are below -1e30, which was once less than the maximum of no logit."""
+    if general:
+        request.getfixturevalue("general_kernels")
+    q, k, v = inputs(1, 64, 64, 1, 1, 64, BF16)
+    q, k = jnp.abs(q) * 1e15, -jnp.abs(k) * 1e16
+    with kernels_run_here():
+        out, lse = attention(q, k, v, return_lse=True, implementation="mosaic")
+    expected, expected_lse = attention_reference(q, k, v, return_lse=True)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
 @pytest.mark.parametrize("t", [1500, 4096])  # items that the host plans, and that it does not
