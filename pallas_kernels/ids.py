@@ -45,7 +45,7 @@ def positions(x: Ids) -> jax.Array:
 def segments(*given: Ids | None) -> tuple:
     """Ids (B, n) as int32, which within a row, over all arrays, compare as the given ids do."""
     ids = [_checked("segment_ids", x) for x in given if x is not None]
-    if not ids:
+    if not ids or not all(x.ndim for x in ids):  # the op names a shape that is not (B, n)
         return given
     if all(map(_fits, ids)):
         return tuple(map(_int32, ids))

@@ -88,6 +88,7 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
         ("do not match", (1, 9, 384), {}),
         ("do not match", (1, 16, 384), {"implementation": "mosaic"}),
         (r"segment_ids have shape \(8,\)", (1, 8, 384), {"segment_ids": jnp.zeros(8, int)}),
+        (r"segment_ids have shape \(\), not", (1, 8, 384), {"segment_ids": np.uint64(5)}),
         ("gate='tanh' is not one of", (1, 8, 384), {"gate": "tanh"}),
         ("chunk_size=0 is not at least 1", (1, 8, 384), {"chunk_size": 0}),
     ],
