@@ -1,6 +1,7 @@
 """Command lines: what all commands share, and the options of `jaxllm train`."""
 
 import argparse
+import difflib
 import errno
 import logging
 import os
@@ -93,6 +94,10 @@ class Parser(argparse.ArgumentParser):
         kind, _, words = message.partition("unrecognized arguments: ")
         if not kind and words and all(map(os.path.exists, words.split())):
             message += f"; {GLOB}"
+        elif near := difflib.get_close_matches(
+            re.split("[ =]", words)[0], self._option_string_actions, 1
+        ):
+            message += f"; did you mean {near[0]}?"
         if message.endswith("expected one argument"):
             message += " (write OPTION=VALUE for a value that begins with -)"
         raise InputError(f"{message}; see --help")

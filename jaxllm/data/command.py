@@ -31,11 +31,7 @@ def _parser() -> Parser:
     command.option("--val_fraction X", "share of documents to hold out", default=0.01)
     command.option("--special_tokens text|tokens", "what special tokens' names are", default="text")
     command.option("--end_token NAME", "the token between documents (default: the tokenizer's)")
-    command.option(
-        "--loss assistant|all",
-        "the tokens of a chat to predict: the assistant's, or all",
-        default="assistant",
-    )
+    command.option("--loss assistant|all", "tokens of a chat to predict", default="assistant")
     of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
     command.set_defaults(
         run=_prepare,

@@ -31,10 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.option("source SOURCE", "the folder to convert")
     parser.option("out OUT", "the folder to create")
     parser.option("--step N", "step of the checkpoint of a run to convert (default: the newest)")
-    parser.option(
-        "--dtype float32|bfloat16",
-        "dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
-    )
+    parser.option("--dtype float32|bfloat16", "of tensors to write (default: float32, lossless)")
     parser.option(
         "--merge",
         "add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",

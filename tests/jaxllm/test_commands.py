@@ -83,6 +83,16 @@ def test_an_unknown_command_is_one_line(words, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--ot", "; did you mean --out?"), ("--ot=x", "; did you mean --out?"), ("--zz", "")],
+)
+def test_a_misspelt_option_is_named(word, hint, capsys):
+    assert main(["report", "a", word]) == 2
+    error = f"error: unrecognized arguments: {word}{hint}; see --help\n"
+    assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),
