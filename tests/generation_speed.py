@@ -110,8 +110,9 @@ def ours(args) -> None:
                 print(f"{rows:>4} rows  failed: {str(e).splitlines()[0]}")
                 continue
             halfway = sum(map(len, texts)) + rows * args.tokens // 2
-            bytes_read = weights + halfway * cache_bytes(model, args.kv_cache_dtype)
-            floor = None if bandwidth is None else bytes_read / bandwidth
+            moved = weights + halfway * cache_bytes(model, args.kv_cache_dtype)
+            moved += rows * state_bytes(model)
+            floor = None if bandwidth is None else moved / bandwidth
             show(rows, times, floor)
 
 
@@ -162,6 +163,13 @@ def cache_bytes(model, dtype: str) -> int:
     heads = getattr(model, "n_kv_heads", None) or model.n_heads
     width = getattr(model, "head_dim", None) or model.d_model // model.n_heads
     return model.n_layers * 2 * heads * width * (1 if dtype == "float8" else 2)
+
+
+def state_bytes(model) -> int:
+    """The bytes of a row's states C in all layers, which a token reads and writes."""
+    if model.type != "vlstm":
+        return 0
+    return 2 * 4 * model.n_layers * model.n_heads * model.qk_dim * model.v_dim
 
 
 def timed(start) -> Times:
