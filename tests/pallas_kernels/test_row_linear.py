@@ -131,7 +131,7 @@ BAD = [
     (dict(weights=[jnp.ones((8, 512))]), "weights[0] has shape (8, 512), but x needs (N, 256)"),
     (dict(biases=[jnp.ones(4)]), "biases[0] has shape (4,), but needs (8,)"),
     (dict(biases=[None] * 2), "there are 2 biases for 1 weights"),
-    (dict(biases=jnp.ones(8)), "there are 8 biases for 1 weights"),
+    (dict(biases=jnp.ones(8)), "biases must be a tuple or list of arrays, not float32 (8,)"),
     (dict(activation="relu"), "activation='relu' is not one of gelu, swiglu"),
     (dict(activation="swiglu"), "swiglu needs two weights of one shape, not [(8, 256)]"),
     (dict(weights=[]), "weights is empty: row_linear needs at least one"),
