@@ -171,7 +171,7 @@ def begin(w: ChunkWorker):
         ampere.load_line(ref, target, w.b, w.h, w.index * target.shape[0])
     for part in range(s.parts):
         tile = inputs.a.tile(w.h, part)
-        ampere.load_rows(inputs.a.array, w.smem.a.at[part], w.b, tile, w.row0, s.length)
+        ampere.load_rows(inputs.a.array, smem.a.at[part], w.b, tile, w.row0, s.length)
     ampere.meet()
     for n in range(SLOTS - 1):
         load_square(w, jnp.int32(n))
