@@ -199,7 +199,7 @@ def mask(w: Worker, i: Item, x, n):
 def scores(w: Worker, i: Item, x, n, masked):
     """`masks.capped` of step n's Q K^T, with -inf where masked; the tile of keys is free then."""
     s = w.schedule
-    x, factor = masks.capped(x, s.scale, s.softcap)
+    x = masks.capped(x, s.scale, s.softcap)
     if not s.packed:
         keys_of(w).ring.release(n)
     if masked is True:
@@ -208,7 +208,7 @@ def scores(w: Worker, i: Item, x, n, masked):
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.packed:
         keys_of(w).ring.release(n)
-    return x, factor
+    return x
 
 
 def by_thread(f, x):
@@ -221,8 +221,8 @@ def sums(s: Schedule, p):
     return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
 
 
-def softmax(s: Schedule, x, factor, m, l, o):
-    """Takes in a tile of logits factor x: (P, m, l, O).
+def softmax(s: Schedule, x, m, l, o):
+    """Takes in a tile of scores: (P, m, l, O).
 
     m, l: of each row what its weights refer to, and their `sums`.  m follows the row's largest
     logit only when that has grown by a factor of 2^8 (the lazy rescaling of FlashAttention-4).  In
@@ -232,20 +232,20 @@ def softmax(s: Schedule, x, factor, m, l, o):
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
 
     def follow(m, l, o):
-        top = jnp.max(seen, axis=1) * factor
+        top = masks.logit_of(jnp.max(seen, axis=1), s.factor)
         new = jnp.where(top > m + LEAP, top, m)
-        alpha = jnp.exp2(m - new)
+        alpha = masks.rescaling(m, new, s.factor)
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
         return new, l, o * along(alpha, o.shape, 0)
 
     def weigh(m, l, o):
-        p = jnp.exp2(x * factor - along(m, x.shape, 0))
+        p = jnp.exp2(masks.above(x, s.factor, m))
         l = l + sums(s, p)
         # Without the barrier P would be rounded after the branch.
         return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
     early = weigh(m, l, o) if weighs_early(s) else None
-    leaps = mosaic.any_above(seen * factor - along(m, seen.shape, 0), LEAP)
+    leaps = mosaic.any_above(masks.above(seen, s.factor, m), LEAP)
     if early:
         return lax.cond(leaps, lambda *_: weigh(*follow(m, l, o)), lambda *same: same, *early)
     return weigh(*lax.cond(leaps, follow, lambda *same: same, m, l, o))
@@ -262,9 +262,9 @@ def first_step(w: Worker, i: Item):
         return s_acc[...]
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
-    x, factor = scores(w, i, x, i.first, s.masks_first)
-    m = jnp.maximum(jnp.max(x, axis=1) * factor, masks.LOWEST)
-    p = jnp.exp2(x * factor - along(m, x.shape, 0))
+    x = scores(w, i, x, i.first, s.masks_first)
+    m = jnp.maximum(masks.logit_of(jnp.max(x, axis=1), s.factor), masks.LOWEST)
+    p = jnp.exp2(masks.above(x, s.factor, m))
     return p.astype(s.dtype), m, sums(s, p)
 
 
@@ -290,11 +290,11 @@ def step(w: Worker, i: Item, o_acc, n, carry):
         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
-    x, factor = scores(w, i, x, n, masked)
+    x = scores(w, i, x, n, masked)
     o = o_acc[...]  # waits for O += P V
     values_of(w).ring.release(n - 1)
     # Compute the softmax under the other warpgroups' matmuls.
-    p, m, l, o_acc[...] = softmax(s, x, factor, m, l, o)
+    p, m, l, o_acc[...] = softmax(s, x, m, l, o)
     return p, m, l
 
 
@@ -328,7 +328,8 @@ def store(w: Worker, i: Item, o, m, l):
     row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     row += w.wg * ROWS
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
-    o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
+    blind = masks.some_rows_see_nothing(s.visits.window, s.packed)
+    o, lse = masks.finish(o, m, l, s.factor, blind=blind)
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
     schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row, head)

@@ -11,6 +11,7 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,6 +20,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 LOWEST = -3e38  # the running maximum before any key: finite, as -inf - (-inf) is no number
+LARGE = 2.0**24  # logits in base 2 from which on a multiply-add is off by one and more
 LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
 
 
@@ -152,9 +154,14 @@ def logits(s, scale, softcap):
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
 
 
+def unit(scale, softcap) -> float:
+    """What makes logits in base 2 of `capped` scores."""
+    return scale * LOG2E if softcap is None else 1.0
+
+
 def capped(x, scale, softcap):
-    """(logits, factor) of scores x: the logits in base 2 are their product."""
-    return (x, scale * LOG2E) if softcap is None else (logits(x, scale, softcap)[0], 1.0)
+    """Scores, or with a softcap logits in base 2."""
+    return x if softcap is None else logits(x, scale, softcap)[0]
 
 
 def d_scores(p, dp, slope):
@@ -169,24 +176,60 @@ def no_keys(rows: int):
     return row(LOWEST), row(0)
 
 
-def online_softmax(x, factor, m, l):
-    """(weights, m', l', alpha) of logits factor x in base 2: one multiply-add and exp2 an element.
+def power_of(factor: float) -> float:
+    return 2.0 ** math.ceil(math.log2(factor))
+
+
+def factor_of(m, factor: float):
+    """What makes logits of the scores of rows whose largest logit is m: the factor, but from LARGE
+    on the next power of two.
+
+    x factor - m is one multiply-add, which does not round the product, as m was rounded.  At logits
+    of 2^30 it leaves up to 64 of two equal numbers, and exp2 of that is no float16.  A power of two
+    rounds nothing, and only the largest score has a weight there, whatever multiplies it.
+    """
+    power = power_of(factor)
+    return factor if power == factor else jnp.where(jnp.abs(m) < LARGE, factor, power)
+
+
+def logit_of(x, factor: float):
+    """m of rows whose largest score is x."""
+    return x * factor_of(x * factor, factor)
+
+
+def above(x, factor: float, m):
+    """Logits of scores x less m of their row: one multiply-add an element."""
+    factor = factor_of(m, factor)
+    factor = mosaic.along(factor, x.shape, 0) if isinstance(factor, jax.Array) else factor
+    return x * factor - mosaic.along(m, x.shape, 0)
+
+
+def rescaling(m, m_new, factor: float):
+    """What takes sums of weights that refer to m to m_new."""
+    ratio, large, larger = power_of(factor) / factor, jnp.abs(m) >= LARGE, jnp.abs(m_new) >= LARGE
+    m = jnp.where(large == larger, m, m * jnp.where(larger, ratio, 1 / ratio))
+    return jnp.exp2(m - m_new)
+
+
+def online_softmax(x, factor: float, m, l):
+    """(weights, m', l', alpha) of scores x.
 
     m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: rescales
     what has been summed so far.
     """
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(x * factor - mosaic.along(m_new, x.shape, 0))
+    m_new = jnp.maximum(m, logit_of(jnp.max(x, axis=1), factor))
+    alpha = rescaling(m, m_new, factor)
+    p = jnp.exp2(above(x, factor, m_new))
     return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
-def finish(o, m, l, *, blind: bool):
+def finish(o, m, l, factor: float, *, blind: bool):
     """(O over the sums, log-sum-exp).  blind: rows may have seen no key, which get 0 and -inf."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
-    return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
+    lse = m * (factor / LOG2E / factor_of(m, factor)) + jnp.log(l)
+    return o * mosaic.along(inverse, o.shape, 0), lse
 
 
 def visible(x, visits: Visits, row, column, ids=None):

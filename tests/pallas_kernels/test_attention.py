@@ -96,13 +96,22 @@ def test_the_largest_logit_leaps(d):
     check_op(attention, attention_reference, q, k, v, kernels=KERNELS, **options)
 
 
+LARGE_LOGITS = [  # of q and k; all of them negative: once less than the maximum of no logit
+    (FP16, 64, 2e4, 2e4),
+    slow_interpreted(FP16, 80, 3e3, 3e3),
+    slow_interpreted(BF16, 128, 1e5, 1e5),
+    (BF16, 64, 1e15, -1e16),
+]
+
+
 @pytest.mark.parametrize("general", [False, slow(True)])
-def test_logits_far_below_zero(general, request):
-    """All of them are below -1e30, which was once less than the maximum of no logit."""
+@pytest.mark.parametrize(("dtype", "d", "of_q", "of_k"), LARGE_LOGITS)
+def test_large_logits(dtype, d, of_q, of_k, general, request):
+    """Beyond 2^24, where a multiply-add of logits less their maximum is off by whole numbers."""
     if general:
         request.getfixturevalue("general_kernels")
-    q, k, v = inputs(1, 64, 64, 1, 1, 64, BF16)
-    q, k = jnp.abs(q) * 1e15, -jnp.abs(k) * 1e16
+    q, k, v = inputs(1, 300, 300, 2, 1, d, dtype)
+    q, k = (q * of_q, k * of_k) if of_k > 0 else (jnp.abs(q) * of_q, jnp.abs(k) * of_k)
     with kernels_run_here():
         out, lse = attention(q, k, v, return_lse=True, implementation="mosaic")
     expected, expected_lse = attention_reference(q, k, v, return_lse=True)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow
+from cases import slow, slow_interpreted
 from jax.test_util import check_grads
 from kernel_checks import assert_lowers, check_op, kernels_run_here, normal
 
@@ -209,6 +209,22 @@ def test_a_new_key_that_is_not_finite_shows(length):
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     assert np.isnan(actual[:3]).all()
     assert np.isfinite(actual[3]).all()
+
+
+@pytest.mark.parametrize("general", [False, slow_interpreted(True)])
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float16, 2e4), slow_interpreted(BF16, 1e15)])
+def test_large_logits(dtype, size, general, request):
+    """Beyond 2^24, where a multiply-add of logits less their maximum is off by whole numbers."""
+    if general:
+        request.getfixturevalue("general_kernels")
+    q, k, v, lengths = arrays(2, 1, 4, 2, 200, 64, [200, 130], dtype)
+    q, k, new = q * size, k * size, [normal(i, (2, 1, 2, 64), dtype) for i in (5, 6)]
+    for options in ({}, {"new": (new[0] * size, new[1])}):
+        run = lambda how, o=options: decode_attention(q, k, v, lengths, implementation=how, **o)
+        with kernels_run_here():
+            actual = run("mosaic")
+        for a, b in zip(*map(jax.tree.leaves, (actual, run("xla"))), strict=True):
+            np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), atol=0.02)
 
 
 def test_a_length_beyond_the_cache_counts_as_its_size():
