@@ -319,9 +319,9 @@ def _start(b: DecodeBlock, o_acc, m):
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
     x = masks.capped(x, b.p.scale, b.p.softcap)
-    m = jnp.maximum(m, masks.logit_of(x, b.p.factor))
-    # About 1, but 0 for a logit of -inf, and NaN for inf and NaN.
-    l = jnp.exp2(x * masks.factor_of(m, b.p.factor) - m)
+    factors = masks.factor_of(x * b.p.factor, b.p.factor)
+    m = jnp.maximum(m, x * factors)
+    l = jnp.exp2(x * factors - m)  # about 1, but 0 for a logit of -inf, and NaN for inf and NaN
     o_acc[...] = along(l, q.shape, 0) * along(_new(b, 1), q.shape, 1)
     return m, l
 

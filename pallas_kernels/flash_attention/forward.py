@@ -221,8 +221,8 @@ def sums(s: Schedule, p):
     return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
 
 
-def softmax(s: Schedule, x, m, l, o):
-    """Takes in a tile of scores: (P, m, l, O).
+def softmax(s: Schedule, x, m, factors, l, o):
+    """Takes in a tile of scores: (P, m, factors, l, O).
 
     m, l: of each row what its weights refer to, and their `sums`.  m follows the row's largest
     logit only when that has grown by a factor of 2^8 (the lazy rescaling of FlashAttention-4).  In
@@ -231,24 +231,28 @@ def softmax(s: Schedule, x, m, l, o):
     """
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
 
-    def follow(m, l, o):
-        top = masks.logit_of(jnp.max(seen, axis=1), s.factor)
-        new = jnp.where(top > m + LEAP, top, m)
-        alpha = masks.rescaling(m, new, s.factor)
+    def follow(m, factors, l, o):
+        largest = jnp.max(seen, axis=1)
+        rises = largest * factors > m + LEAP
+        top = largest * s.factor
+        factors = jnp.where(rises, masks.factor_of(top, s.factor), factors)
+        new = jnp.where(rises, largest * factors, m)
+        alpha = jnp.where(rises, masks.rescaling(m, new, top), 1)
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
-        return new, l, o * along(alpha, o.shape, 0)
+        return new, factors, l, o * along(alpha, o.shape, 0)
 
-    def weigh(m, l, o):
-        p = jnp.exp2(masks.above(x, s.factor, m))
+    def weigh(m, factors, l, o):
+        p = jnp.exp2(masks.above(x, factors, m))
         l = l + sums(s, p)
         # Without the barrier P would be rounded after the branch.
-        return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
+        return lax.optimization_barrier(p.astype(s.dtype)), m, factors, l, o
 
-    early = weigh(m, l, o) if weighs_early(s) else None
-    leaps = mosaic.any_above(masks.above(seen, s.factor, m), LEAP)
+    state = m, factors, l, o
+    early = weigh(*state) if weighs_early(s) else None
+    leaps = mosaic.any_above(masks.above(seen, factors, m), LEAP)
     if early:
-        return lax.cond(leaps, lambda *_: weigh(*follow(m, l, o)), lambda *same: same, *early)
-    return weigh(*lax.cond(leaps, follow, lambda *same: same, m, l, o))
+        return lax.cond(leaps, lambda *_: weigh(*follow(*state)), lambda *same: same, *early)
+    return weigh(*lax.cond(leaps, follow, lambda *same: same, *state))
 
 
 def first_step(w: Worker, i: Item):
@@ -263,15 +267,17 @@ def first_step(w: Worker, i: Item):
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, i.first, s.masks_first)
-    m = jnp.maximum(masks.logit_of(jnp.max(x, axis=1), s.factor), masks.LOWEST)
-    p = jnp.exp2(masks.above(x, s.factor, m))
-    return p.astype(s.dtype), m, sums(s, p)
+    largest = jnp.max(x, axis=1)
+    factors = masks.factor_of(largest * s.factor, s.factor)
+    m = jnp.maximum(largest * factors, masks.LOWEST)
+    p = jnp.exp2(masks.above(x, factors, m))
+    return p.astype(s.dtype), m, factors, sums(s, p)
 
 
 def step(w: Worker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
-    p, m, l = carry
+    p, m, factors, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
     crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
@@ -294,8 +300,8 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     o = o_acc[...]  # waits for O += P V
     values_of(w).ring.release(n - 1)
     # Compute the softmax under the other warpgroups' matmuls.
-    p, m, l, o_acc[...] = softmax(s, x, m, l, o)
-    return p, m, l
+    p, m, factors, l, o_acc[...] = softmax(s, x, m, factors, l, o)
+    return p, m, factors, l
 
 
 def accumulate(w: Worker, i: Item, o_acc):
@@ -307,7 +313,7 @@ def accumulate(w: Worker, i: Item, o_acc):
     carry = first_step(w, i)
     load_following_q(w, i)
     # Walk over the others.
-    p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
+    p, m, _, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
     if w.schedule.packed:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.

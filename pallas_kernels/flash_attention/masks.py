@@ -11,7 +11,6 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -176,39 +175,25 @@ def no_keys(rows: int):
     return row(LOWEST), row(0)
 
 
-def power_of(factor: float) -> float:
-    return 2.0 ** math.ceil(math.log2(factor))
-
-
-def factor_of(m, factor: float):
-    """What makes logits of the scores of rows whose largest logit is m: the factor, but from LARGE
-    on the next power of two.
+def factor_of(logit, factor: float):
+    """What makes logits of the scores of rows whose largest logit is known: the factor, but from
+    LARGE on the next power of two.
 
     x factor - m is one multiply-add, which does not round the product, as m was rounded.  At logits
     of 2^30 it leaves up to 64 of two equal numbers, and exp2 of that is no float16.  A power of two
     rounds nothing, and only the largest score has a weight there, whatever multiplies it.
     """
-    power = power_of(factor)
-    return factor if power == factor else jnp.where(jnp.abs(m) < LARGE, factor, power)
+    return jnp.where(jnp.abs(logit) < LARGE, factor, 2.0 ** math.ceil(math.log2(factor)))
 
 
-def logit_of(x, factor: float):
-    """m of rows whose largest score is x."""
-    return x * factor_of(x * factor, factor)
-
-
-def above(x, factor: float, m):
+def above(x, factors, m):
     """Logits of scores x less m of their row: one multiply-add an element."""
-    factor = factor_of(m, factor)
-    factor = mosaic.along(factor, x.shape, 0) if isinstance(factor, jax.Array) else factor
-    return x * factor - mosaic.along(m, x.shape, 0)
+    return x * mosaic.along(factors, x.shape, 0) - mosaic.along(m, x.shape, 0)
 
 
-def rescaling(m, m_new, factor: float):
-    """What takes sums of weights that refer to m to m_new."""
-    ratio, large, larger = power_of(factor) / factor, jnp.abs(m) >= LARGE, jnp.abs(m_new) >= LARGE
-    m = jnp.where(large == larger, m, m * jnp.where(larger, ratio, 1 / ratio))
-    return jnp.exp2(m - m_new)
+def rescaling(m, m_new, top):
+    """What takes sums of weights that refer to m to m_new, of a row whose largest logit is top."""
+    return jnp.exp2(m - jnp.where(jnp.abs(m) < LARGE, jnp.maximum(m, top), m_new))
 
 
 def online_softmax(x, factor: float, m, l):
@@ -217,9 +202,11 @@ def online_softmax(x, factor: float, m, l):
     m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: rescales
     what has been summed so far.
     """
-    m_new = jnp.maximum(m, logit_of(jnp.max(x, axis=1), factor))
-    alpha = rescaling(m, m_new, factor)
-    p = jnp.exp2(above(x, factor, m_new))
+    largest = jnp.max(x, axis=1)
+    top = largest * factor
+    m_new = jnp.maximum(m, largest * factor_of(top, factor))
+    alpha = rescaling(m, m_new, top)
+    p = jnp.exp2(above(x, factor_of(m_new, factor), m_new))
     return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
