@@ -221,8 +221,8 @@ def sums(s: Schedule, p):
     return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
 
 
-def softmax(s: Schedule, x, m, factors, l, o):
-    """Takes in a tile of scores: (P, m, factors, l, O).
+def softmax(s: Schedule, x, m, l, o):
+    """Takes in a tile of scores: (P, m, l, O).
 
     m, l: of each row what its weights refer to, and their `sums`.  m follows the row's largest
     logit only when that has grown by a factor of 2^8 (the lazy rescaling of FlashAttention-4).  In
@@ -230,6 +230,7 @@ def softmax(s: Schedule, x, m, factors, l, o):
     A row decides for itself, so its bits depend on no other row.
     """
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
+    state = m, masks.factor_of(m, s.factor), l, o
 
     def follow(m, factors, l, o):
         largest = jnp.max(seen, axis=1)
@@ -245,11 +246,10 @@ def softmax(s: Schedule, x, m, factors, l, o):
         p = jnp.exp2(masks.above(x, factors, m))
         l = l + sums(s, p)
         # Without the barrier P would be rounded after the branch.
-        return lax.optimization_barrier(p.astype(s.dtype)), m, factors, l, o
+        return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
-    state = m, factors, l, o
     early = weigh(*state) if weighs_early(s) else None
-    leaps = mosaic.any_above(masks.above(seen, factors, m), LEAP)
+    leaps = mosaic.any_above(masks.above(seen, state[1], m), LEAP)
     if early:
         return lax.cond(leaps, lambda *_: weigh(*follow(*state)), lambda *same: same, *early)
     return weigh(*lax.cond(leaps, follow, lambda *same: same, *state))
@@ -271,13 +271,13 @@ def first_step(w: Worker, i: Item):
     factors = masks.factor_of(largest * s.factor, s.factor)
     m = jnp.maximum(largest * factors, masks.LOWEST)
     p = jnp.exp2(masks.above(x, factors, m))
-    return p.astype(s.dtype), m, factors, sums(s, p)
+    return p.astype(s.dtype), m, sums(s, p)
 
 
 def step(w: Worker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
-    p, m, factors, l = carry
+    p, m, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
     crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
@@ -300,8 +300,8 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     o = o_acc[...]  # waits for O += P V
     values_of(w).ring.release(n - 1)
     # Compute the softmax under the other warpgroups' matmuls.
-    p, m, factors, l, o_acc[...] = softmax(s, x, m, factors, l, o)
-    return p, m, factors, l
+    p, m, l, o_acc[...] = softmax(s, x, m, l, o)
+    return p, m, l
 
 
 def accumulate(w: Worker, i: Item, o_acc):
@@ -313,7 +313,7 @@ def accumulate(w: Worker, i: Item, o_acc):
     carry = first_step(w, i)
     load_following_q(w, i)
     # Walk over the others.
-    p, m, _, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
+    p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
     if w.schedule.packed:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
