@@ -69,8 +69,8 @@ def attention(
 
     A query that sees no key gets zeros and lse = -inf.  One whose visible logits are all -inf (of
     an infinity in q or k) gets NaN, but zeros from the kernels with a window of less than 128 or
-    segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.  The kernels'
-    gradients need logits below about 1e6.
+    segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
+    The kernels' gradients need logits below about 1e6.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv")
     of_q, of_k, of_v = shapes(operands)
