@@ -84,18 +84,6 @@ class Walk(NamedTuple):
     reverse: bool
 
 
-class WalkInputs(NamedTuple):
-    """Arrays or references to global memory; None if not given."""
-
-    x: Heads
-    y: Heads
-    weight: Any
-    vector: Any
-    decay: Any
-    first: tuple | None  # (S, s) before each span
-    other: Any
-
-
 class WalkOutputs(NamedTuple):
     """References to global memory; None if not requested."""
 
@@ -110,7 +98,7 @@ class Walker(NamedTuple):
     """A block and its work."""
 
     schedule: Walk
-    inputs: WalkInputs
+    inputs: Any  # references to global memory, by name; None if not given
     outputs: WalkOutputs
     smem: Any
     b: Any
@@ -122,19 +110,6 @@ class Walker(NamedTuple):
     steps: Any  # chunks to walk
     mine: Any  # the block's rows of S, which are columns of X
     here: tuple  # the block's part of S
-
-    @classmethod
-    def of(cls, s: Walk, inputs, outputs, smem):
-        """The work of this block."""
-        block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
-        block, x_tile = mosaic.divide(block, s.x_tiles)
-        pair, span = mosaic.divide(block, s.walked)
-        b, h = mosaic.divide(pair, s.heads)
-        start = span * s.span
-        steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-        mine = pl.ds(x_tile * SIZE, SIZE)
-        here = mine, pl.ds(y_tile * SIZE, SIZE)
-        return cls(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps, mine, here)
 
     def chunk(self, n):
         """The chunk of the walk's step n."""
@@ -182,10 +157,9 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
     return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("reverse", "last", "sms"))
+@jax.jit(static_argnames=("reverse", "last"))
 def states(
-    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    reverse=False, last=True, sms: int,
+    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *, reverse=False, last=True
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -200,7 +174,7 @@ def states(
     """
     (batch, heads, chunks, _), dtype = weight.shape, x.array.dtype
     # Two blocks fit an SM, by registers and shared memory.
-    parts = spans(batch * heads * x.tiles * y.tiles, chunks, 2 * sms)
+    parts = spans(batch * heads * x.tiles * y.tiles, chunks, 2 * mosaic.sm_count())
 
     def walk_along(first, other, keep: bool, ends: int) -> WalkOutputs:
         """Walks along all spans at once, or without `keep` along all but the last."""
@@ -209,7 +183,7 @@ def states(
             walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
             keep=keep, reverse=reverse,
         )  # fmt: skip
-        return _kernel(s, WalkInputs(x, y, weight, vector, decay, first, other))
+        return _kernel(s, x, y, weight, vector, decay, first, other)
 
     if parts > 1:
         ends = walk_along(None, None, keep=False, ends=parts - 1)
@@ -221,8 +195,9 @@ def states(
     return out.before, out.s_before, end, out.dots
 
 
-def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
-    batch, with_other = inputs.decay.shape[0], inputs.other is not None
+def _kernel(s: Walk, x: Heads, y: Heads, weight, vector, decay, first, other) -> WalkOutputs:
+    """first: (S, s) before each span."""
+    batch, with_other = decay.shape[0], other is not None
     shape = lambda *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), jnp.float32)
     dx, dy = s.x_tiles * SIZE, s.y_tiles * SIZE
     squares = (batch * s.heads * s.chunks, dx, s.y_tiles, SIZE)  # a tile's rows are copied as X's
@@ -234,11 +209,7 @@ def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
         dots=shape(s.chunks, s.y_tiles, dx) if with_other else None,
     )
     flat = lambda z: z.reshape(batch, s.heads, -1)
-    inputs = inputs._replace(
-        weight=flat(inputs.weight),
-        vector=flat(inputs.vector),
-        other=inputs.other.reshape(squares) if with_other else None,
-    )
+    other = other.reshape(squares) if with_other else None
     (out,) = mosaic.kernel(
         functools.partial(_walk, s),
         name="vlstm_states",
@@ -248,7 +219,7 @@ def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
         num_threads=1,
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(inputs)
+    )(x, y, flat(weight), flat(vector), decay, first, other)
     before = (batch, s.heads, s.chunks, dx, dy)
     return out._replace(before=out.before.reshape(before)) if s.keep else out
 
@@ -287,8 +258,18 @@ def scratch(s: Walk, with_other: bool) -> dict:
     return buffers | lines | dict(out=mosaic.tiled(SIZE, SIZE, dtype=s.dtype))
 
 
-def _walk(s: Walk, inputs, outputs, /, **smem):
-    w = Walker.of(s, inputs, outputs, SimpleNamespace(**smem))
+def _walk(s: Walk, x, y, weight, vector, decay, first, other, outputs, /, **smem):
+    inputs = dict(x=x, y=y, weight=weight, vector=vector, decay=decay, first=first, other=other)
+    block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
+    block, x_tile = mosaic.divide(block, s.x_tiles)
+    pair, span = mosaic.divide(block, s.walked)
+    start = span * s.span
+    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
+    mine = pl.ds(x_tile * SIZE, SIZE)
+    here = mine, pl.ds(y_tile * SIZE, SIZE)
+    refs = SimpleNamespace(**inputs), outputs, SimpleNamespace(**smem)
+    b, h = mosaic.divide(pair, s.heads)
+    w = Walker(s, *refs, b, h, span, x_tile, y_tile, start, steps, mine, here)
     _load_chunk(w, 0)
     carry = w.decay(0), *w.first()
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
