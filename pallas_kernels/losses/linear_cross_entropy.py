@@ -112,7 +112,6 @@ def linear_cross_entropy(
 
 
 def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):
-    """The op by the kernels."""
     if options["fp8"]:
         fp8_linear.warn_of_flags()
     rows, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
