@@ -70,14 +70,13 @@ class ManyPlan(NamedTuple):
     turns: int  # of K
     parts: int  # of a turn
     groups: int  # of a turn, or 1
-    grouped: bool  # otherwise one scale for each column
     step: int  # k of a packed step, or of the two of 8 bits in a block
     slots: int
     stages: int
     splits: int
     tiles: int  # of 16 n in a slot
-    back: bool = False  # dx, not y
-    group: int = 1  # k in a group, if `back` and `grouped`
+    back: bool  # dx, not y
+    group: int | None  # k in a group; None: one scale for each column
 
 
 def plan(
@@ -99,9 +98,8 @@ def plan(
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    grouped, step = weight.group is not None, max(weight.step, _BLOCK)
-    sizes = m, rows, sets, turns, parts, groups, grouped, step, slots, stages, splits, tiles
-    return ManyPlan(*sizes, back, weight.group or 1)
+    sizes = m, rows, sets, turns, parts, groups, max(weight.step, _BLOCK), slots, stages, splits
+    return ManyPlan(*sizes, tiles, back, weight.group)
 
 
 def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
@@ -140,7 +138,7 @@ def sums(x, weight: QuantizedWeight):
     return _product(x, weight, out, p)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@jax.jit(static_argnums=(2, 3))
 def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
     x = mosaic.pad_axis(unpack.right_operand(x, weight.format), 0, 8)
     asymmetric = weight.offsets is not None
@@ -204,10 +202,10 @@ def _fetch_words(p: ManyPlan, refs, i, turn):
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     if p.back:
         tile, part = turn * p.tiles, _columns() // _N * p.parts
-        group = lax.div(_columns(), jnp.int32(p.group))
+        group = lax.div(_columns(), jnp.int32(p.group or 1))
     else:
         tile, part, group = _columns() // COLUMNS, turn * p.parts, turn * p.groups
-    tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.grouped else zero, p.groups)
+    tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.group else zero, p.groups)
     unpack.send(ring, i, refs, tiles, pl.ds(part, p.parts), group)
 
 
