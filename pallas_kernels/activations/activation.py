@@ -117,7 +117,7 @@ def why_slower(x, *others) -> str | None:
 # ---- the kernel --------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape
+@jax.jit(static_argnames=("tile", "name", "outputs"))  # lowered once per shape
 def elementwise(tile, *arrays, name, outputs=1):
     """Applies tile(*blocks) -> tuple of `outputs` blocks, in float32, to whole arrays.
 
