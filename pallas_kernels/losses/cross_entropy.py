@@ -169,11 +169,13 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    cut = _Cut(v // 4, tile, softcap)
+    # A cap takes registers: of a narrow tile six loads need 87, three 62.
+    part, unroll = v // 4, _UNROLL if softcap is None or tile != 128 else _UNROLL // 2
+    cut = _Cut(part, tile, part // tile, part % tile, unroll, softcap)
     bar = plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
-    rows = jax.ShapeDtypeStruct((n, 4, cut.part), z.dtype)
+    rows = jax.ShapeDtypeStruct((n, 4, part), z.dtype)
     call = mosaic.kernel(
         functools.partial(_body, cut, real, write),
         name=f"linear_cross_entropy_{'gradient' if given else 'statistics'}{both}",
@@ -203,24 +205,13 @@ class _Cut(NamedTuple):
 
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
+    tiles: int
+    rest: int
+    unroll: int  # loads that a thread has in flight
     softcap: Any  # a number or None
-
-    @property
-    def tiles(self) -> int:
-        return self.part // self.tile
-
-    @property
-    def rest(self) -> int:
-        return self.part % self.tile
 
     def layout(self, width):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))
-
-    @property
-    def unroll(self) -> int:
-        """Loads that a thread has in flight."""
-        # A cap takes registers: of a narrow tile six loads need 87, three 62.
-        return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def columns(self, start, width):
         """The column of every element of a (4, width) array that starts at `start`."""
@@ -257,9 +248,6 @@ class _Row(NamedTuple):
     def late_start(self, cut: _Cut, i):
         """The first column of this group's i-th tile after the whole steps."""
         return (self.first + i * _GROUPS) * cut.tile
-
-    def load(self, start, width, layout):
-        return mosaic.load(self.z.at[:, pl.ds(start, width)], layout)
 
 
 def capped(u, softcap):
@@ -310,7 +298,8 @@ def _statistics(cut: _Cut, row: _Row):
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
-        x, _ = capped(row.load(start, width, cut.layout(width)), cut.softcap)
+        x = mosaic.load(row.z.at[:, pl.ds(start, width)], cut.layout(width))
+        x, _ = capped(x, cut.softcap)
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
     # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
@@ -379,7 +368,7 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
     """Writes factor exp(z - top) for the logits of some tiles, and 0 for padding."""
     layout = cut.layout(width)
-    xs = [row.load(start, width, layout) for start in starts]
+    xs = [mosaic.load(row.z.at[:, pl.ds(start, width)], layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
         x, slope = capped(x, cut.softcap)
         dz = factor * jnp.exp(x - top)

@@ -251,7 +251,8 @@ def _backward_tiles(
         return totals
 
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
+    zeros = [mosaic.zeros(t.shape, t.layout) for _ in t.chunks]
+    totals = lax.fori_loop(0, steps, step, {k: list(zeros) for k in summed})
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
 
