@@ -103,13 +103,11 @@ class Walker(NamedTuple):
     smem: Any
     b: Any
     h: Any
-    span: Any
     x_tile: Any
     y_tile: Any
     start: Any  # chunk, in the order of the walk
     steps: Any  # chunks to walk
     mine: Any  # the block's rows of S, which are columns of X
-    here: tuple  # the block's part of S
 
     def chunk(self, n):
         """The chunk of the walk's step n."""
@@ -121,34 +119,11 @@ class Walker(NamedTuple):
         s = self.schedule
         return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
 
-    def first(self):
-        """(S, s) before the span."""
-        first = self.inputs.first
-        if first is None:
-            return mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
-        at = self.b, self.h, self.span
-        state = mosaic.load(first[0].at[*at, *self.here], WGMMA)
-        return state, mosaic.load(first[1].at[*at, self.mine], ROW)
-
     def decay(self, n):
         """The decay of step n, the last one's past it."""
         # A step loads the next decay: from global memory it takes as long as the matmul.
         n = jnp.minimum(n, self.steps - 1) if not isinstance(n, int) else n
         return self.inputs.decay[self.b, self.h, self.chunk(n)]
-
-    def store_end(self, state, sums):
-        """Stores the state after the last chunk."""
-        s, outputs = self.schedule, self.outputs
-        if not s.ends:
-            return
-        end = self.span - (s.walked - s.ends)
-        at = self.b, self.h, end
-
-        @pl.when(end >= 0)
-        def _():
-            mosaic.store(outputs.last.at[*at, *self.here], state)
-            s_last = lambda: mosaic.store(outputs.s_last.at[*at, self.mine], sums)
-            pl.when(self.y_tile == 0)(s_last)
 
 
 def spans(blocks: int, chunks: int, at_once: int) -> int:
@@ -259,21 +234,34 @@ def scratch(s: Walk, with_other: bool) -> dict:
 
 
 def _walk(s: Walk, x, y, weight, vector, decay, first, other, outputs, /, **smem):
-    inputs = dict(x=x, y=y, weight=weight, vector=vector, decay=decay, first=first, other=other)
+    inputs = SimpleNamespace(x=x, y=y, weight=weight, vector=vector, decay=decay, other=other)
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
     mine = pl.ds(x_tile * SIZE, SIZE)
-    here = mine, pl.ds(y_tile * SIZE, SIZE)
-    refs = SimpleNamespace(**inputs), outputs, SimpleNamespace(**smem)
+    here = mine, pl.ds(y_tile * SIZE, SIZE)  # the block's part of S
     b, h = mosaic.divide(pair, s.heads)
-    w = Walker(s, *refs, b, h, span, x_tile, y_tile, start, steps, mine, here)
+    refs = inputs, outputs, SimpleNamespace(**smem)
+    w = Walker(s, *refs, b, h, x_tile, y_tile, start, steps, mine)
     _load_chunk(w, 0)
-    carry = w.decay(0), *w.first()
-    _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
-    w.store_end(state, sums)
+    decay, state, sums = w.decay(0), mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
+    if first is not None:
+        state = mosaic.load(first[0].at[b, h, span, *here], WGMMA)
+        sums = mosaic.load(first[1].at[b, h, span, mine], ROW)
+    step = functools.partial(_step, w)
+    _, state, sums = lax.fori_loop(0, steps, step, (decay, state, sums))
+    if not s.ends:
+        return
+    # Store the state after the last chunk.
+    end = span - (s.walked - s.ends)
+
+    @pl.when(end >= 0)
+    def _():
+        mosaic.store(outputs.last.at[b, h, end, *here], state)
+        s_last = lambda: mosaic.store(outputs.s_last.at[b, h, end, mine], sums)
+        pl.when(y_tile == 0)(s_last)
 
 
 def _load_chunk(w: Walker, n):
@@ -292,13 +280,18 @@ def _load_chunk(w: Walker, n):
 
 def _step(w: Walker, n, carry):
     decay, state, sums = carry
-    smem, stage = w.smem, lax.rem(n, STAGES)
+    s, smem, stage = w.schedule, w.smem, lax.rem(n, STAGES)
     ahead = w.decay(n + 1)
     ampere.wait()
     pl.when(n + 1 < w.steps)(lambda: _load_chunk(w, n + 1))
     # Store the state before the chunk, and its products with `other`.
     if w.outputs.before is not None:
-        _store_state(w, n, state, sums)
+        smem.out[...] = narrow(state, s.dtype, not s.reverse)
+        ampere.meet()
+        row, end = w.x_tile * SIZE, s.x_tiles * SIZE
+        ampere.store_rows(smem.out, w.outputs.before, w.item(n), w.y_tile, row, end)
+        at = w.outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine]
+        pl.when(w.y_tile == 0)(lambda: mosaic.store(at, sums))
     if w.inputs.other is not None:
         other = plgpu.load(smem.other.at[stage], layout=WGMMA).astype(jnp.float32)
         at = w.b, w.h, w.chunk(n), w.y_tile, w.mine
@@ -309,13 +302,3 @@ def _step(w: Walker, n, carry):
     state = ampere.times_rows(state * decay, x * across(smem.weight), smem.y.at[stage])
     add = lambda: sums * decay + jnp.sum(x * across(smem.vector), axis=1)
     return ahead, state, lax.cond(w.y_tile == 0, add, lambda: sums)
-
-
-def _store_state(w: Walker, n, state, sums):
-    s, out, outputs = w.schedule, w.smem.out, w.outputs
-    out[...] = narrow(state, s.dtype, not s.reverse)
-    ampere.meet()
-    row, end = w.x_tile * SIZE, s.x_tiles * SIZE
-    ampere.store_rows(out, outputs.before, w.item(n), w.y_tile, row, end)
-    at = outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine]
-    pl.when(w.y_tile == 0)(lambda: mosaic.store(at, sums))
