@@ -54,13 +54,6 @@ class _Tiles(NamedTuple):
     stages: int  # buffers for steps
     blocks: int
 
-    def place(self, tile):
-        """(row, column) of a tile.  Tiles that run together share rows of a and b in L2."""
-        above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
-        height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
-        rest = tile - above * self.columns
-        return above + lax.rem(rest, height), lax.div(rest, height)
-
 
 def why_not(weight, *inputs) -> str | None:
     """Why the kernel does not support the backward pass of f(*inputs) @ weight, or None.
@@ -114,7 +107,12 @@ class _Block(NamedTuple):
 
     def place(self, i):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large."""
-        return self.t.place(self.block + jnp.minimum(i, self.count - 1) * self.t.blocks)
+        tile = self.block + jnp.minimum(i, self.count - 1) * self.t.blocks
+        # Tiles that run together share rows of a and b in L2.
+        above = lax.div(tile, jnp.int32(_GROUP * self.t.columns)) * _GROUP
+        height = jnp.minimum(_GROUP, self.t.rows - above)  # the last group may have fewer rows
+        rest = tile - above * self.t.columns
+        return above + lax.rem(rest, height), lax.div(rest, height)
 
     def chunk(self, place, c):
         row, column = place

@@ -24,7 +24,7 @@ are exact in bfloat16, and scales multiply sums.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,20 +75,8 @@ class RowPlan(NamedTuple):
     staged: bool  # x is in shared memory
     late: bool  # the norm is a factor of the sums
     centered: bool
-
-    @property
-    def x_layout(self) -> plgpu.Layout:
-        """Of (4, step) of x."""
-        # pyrefly: ignore[bad-return]
-        return _X_FOURS if self.format == "2:4" else _X
-
-    @property
-    def scales_layout(self) -> plgpu.Layout:
-        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
-        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
-        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
-        # pyrefly: ignore[bad-return]
-        return _TILED(tiling, warps, (-2, _Any(4)), -1)
+    x_layout: Any  # of (4, step) of x
+    scales_layout: Any  # of (rows, 16 groups) scales; n = r and r + 8 are in a register
 
 
 def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> RowPlan:
@@ -106,7 +94,10 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     step, even = weight.step, turns % wgs == 0
     groups, rows = max(1, step // group), max(1, min(TURN, TURN * step // group))
     kind = step, weight.bits, weight.format, group, groups, rows, turns, wgs, even, share
-    return RowPlan(*kind, ahead, each, activation, eps, staged, late, centered)
+    options = ahead, each, activation, eps, staged, late, centered
+    warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[rows]
+    of_scales = _TILED(plgpu.Tiling(((rows, COLUMNS), (2,))), warps, (-2, _Any(4)), -1)
+    return RowPlan(*kind, *options, _X_FOURS if weight.format == "2:4" else _X, of_scales)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
