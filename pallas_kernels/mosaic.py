@@ -245,9 +245,8 @@ def grid(**axes: int) -> dict:
 def launch_parts(name: str, run, wgs: int, scratch: dict, blocks: list[int], types, *arrays):
     """A kernel for one row x and several weights; run(refs, n) computes block n of a part.
 
-    A part is the weights that make one result, with their biases; refs has its x, weights, norm,
-    residual and out, and what is in `scratch`.
-    blocks, types: of each part and its result.  arrays: x, the parts' weights, norm and residual.
+    blocks, types: of each part, the weights of one result with their biases, and of its result.
+    arrays: x, the parts' weights, norm and residual; refs has a part's, its out and the scratch.
     """
 
     def body(x, parts, norm, residual, *outs, **smem):

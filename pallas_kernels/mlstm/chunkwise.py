@@ -24,7 +24,6 @@ from pallas_kernels.packed import Packed, shapes, split
 class CellCall(NamedTuple):
     """The static arguments of a call."""
 
-    length: int  # T
     dqk: int  # DQK without padding
     dv: int  # the same of DV
     normalize: bool
@@ -66,7 +65,7 @@ def chunkwise(
     # Tiles have 64 columns.  Other widths are padded in copies.
     pad = lambda x: mosaic.pad_axis(x, 3, SIZE)
     arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
-    call = CellCall(q.shape[1], dqk, dv, normalize, first is not None, return_state, norm_eps)
+    call = CellCall(dqk, dv, normalize, first is not None, return_state, norm_eps)
     h, last = cell(arrays, i, lf, first, m, starts, weight, call)
     h = h[..., :dv]
     if not return_state:
@@ -167,7 +166,7 @@ def cell_backward(call, saved, cotangents):
     dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, SIZE), axis=3)
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
-    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
+    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : arrays[0].shape[1]], 1, 2)
     return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None, dweight
 
 

@@ -389,8 +389,7 @@ def chunk_outputs(
     """
     (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]
     items, packed = batch * heads * chunks, vectors["start"] is not None
-    plan = mode, normalize, packed, a.array.dtype, length, heads, chunks, a.tiles, x.tiles
-    s = ChunkPlan(*plan)
+    s = ChunkPlan(mode, normalize, packed, a.array.dtype, length, heads, chunks, a.tiles, x.tiles)
     given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
     if along is not None:
         given["along"] = along

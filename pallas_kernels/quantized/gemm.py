@@ -64,7 +64,6 @@ _BYTES = 1500  # a clock, of these sums
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
-    m: int  # rows of x
     rows: int  # of a block
     sets: int  # of 128 columns n
     turns: int  # of K
@@ -98,7 +97,7 @@ def plan(
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    sizes = m, rows, sets, turns, parts, groups, max(weight.step, _BLOCK), slots, stages, splits
+    sizes = rows, sets, turns, parts, groups, max(weight.step, _BLOCK), slots, stages, splits
     return ManyPlan(*sizes, tiles, back, weight.group)
 
 
@@ -121,8 +120,8 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
     width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
-    out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    return _product(x, weight, out, p)[: p.m, :columns]
+    out = jax.ShapeDtypeStruct((mosaic.cdiv(len(x), 8) * 8, width), jnp.bfloat16)
+    return _product(x, weight, out, p)[: len(x), :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
@@ -133,7 +132,7 @@ def has_gradient(weight: QuantizedWeight) -> bool:
 def sums(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p = plan(x.shape[0], weight)
-    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
+    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(len(x), p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     return _product(x, weight, out, p)
 
@@ -154,7 +153,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
             free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),
             done_bar=plgpu.Barrier(num_arrivals=_WGS),
         ),
-        **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
+        **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(len(x), p.rows)),
         num_threads=_WGS,
     )(*unpack.by_tile(weight), x)
 
