@@ -48,8 +48,7 @@ Gpu = Literal["sm_80", "sm_89", "sm_90", "sm_90a"]
 log = logging.getLogger("pallas_kernels")
 
 
-def _never(*arrays, **options) -> str | None:
-    return None
+_never = lambda *arrays, **options: None
 
 
 class Form(NamedTuple):
@@ -63,7 +62,6 @@ class Form(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it runs our kernels."""
         return self.runs in _KERNELS
 
 
@@ -95,7 +93,6 @@ class Compiler(NamedTuple):
 # spilled registers (tests/pallas_kernels/test_compilers.py).  The extra cuda13 keeps to them.
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
-_SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
 _KERNELS = ("hopper", "general")  # the forms that run our kernels
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
@@ -162,7 +159,6 @@ def choose(
 
 
 def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, str] | None:
-    """Why this form does not run, or None."""
     if form.runs in ("hopper", "cudnn") and _general_asked():
         if implementation is None or any(other.runs == "general" for other in forms):
             return "setting", f"JAXLLM_KERNELS=general, and this form is for {form.runs}"
@@ -256,7 +252,7 @@ def _device_lacks(gpu: Gpu) -> str | None:
         return f"the GPU has compute capability {have}, the kernel needs {need}{exactly}"
     # Kernels that use TMA need a full SM; consumer Blackwell (12.0) has TMA but only 99 KB.
     smem = getattr(jax.devices()[0], "shared_memory_per_block_optin", _SMEM)
-    if gpu not in _SMALL and smem < _SMEM:
+    if gpu not in ("sm_80", "sm_89") and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
 

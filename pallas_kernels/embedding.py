@@ -104,7 +104,6 @@ class _Loads(NamedTuple):
     layout: Any
 
     def each(self, body):
-        """Runs body(columns) for every load."""
         if self.count == 1:
             body(pl.ds(0, self.tile))
             return
@@ -135,7 +134,7 @@ def _loads(c: int, *dtypes) -> _Loads:
 # ---- forward -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@jax.jit(static_argnums=3)
 def _forward(tokens, wte, wpe, dtype):
     """Returns y (B, T, C); a block gathers the row of one token."""
     width = wte.shape[1]
@@ -167,20 +166,22 @@ def _gather(loads: _Loads, tokens_ref, wte_ref, wpe_ref, y_ref):
 # ---- backward ----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _backward(tokens, dy, v, dtype):
-    """Returns dwte (v, C) in `dtype`."""
-    width = dy.shape[-1]
-    dy = _pad(dy).reshape(tokens.size, -1)
-    runs, c = _runs(tokens.reshape(-1), v), dy.shape[1]
-    loads = _loads(c, dy.dtype, dtype, jnp.float32)
+@jax.jit(static_argnums=0)
+def _backward(_, saved, dy):
+    tokens, wte, wpe = saved  # only the shapes and dtypes of wte and wpe are used
+    v, width = wte.shape
+    rows = _pad(dy).reshape(tokens.size, -1)
+    runs, c = _runs(tokens.reshape(-1), v), rows.shape[1]
     dwte = mosaic.kernel(
-        functools.partial(_sum_run, loads),
+        functools.partial(_sum_run, _loads(c, dy.dtype, wte.dtype, jnp.float32)),
         name="encoder_backward_vocabulary",
-        out_type=jax.ShapeDtypeStruct((v, c), dtype),
+        out_type=jax.ShapeDtypeStruct((v, c), wte.dtype),
         **mosaic.grid(row=v),
-    )(*runs[1:], dy, _sum_tiles(runs, dy))
-    return dwte[:, :width]
+    )(*runs[1:], rows, _sum_tiles(runs, rows))[:, :width]
+    if wpe is None:
+        return None, dwte, None
+    dwpe = dy.astype(jnp.float32).sum(0).astype(wpe.dtype)
+    return None, dwte, jnp.pad(dwpe, ((0, wpe.shape[0] - len(dwpe)), (0, 0)))
 
 
 def _runs(tokens, v):
@@ -266,18 +267,9 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-def _encoder_backward(dtype, saved, dy):
-    tokens, wte, wpe = saved  # only the shapes and dtypes of wte and wpe are used
-    dwte, dwpe = _backward(tokens, dy, wte.shape[0], wte.dtype), None
-    if wpe is not None:
-        dwpe = dy.astype(jnp.float32).sum(0).astype(wpe.dtype)
-        dwpe = jnp.pad(dwpe, ((0, wpe.shape[0] - len(dwpe)), (0, 0)))
-    return None, dwte, dwpe
-
-
 _encoder = with_gradient(
     lambda tokens, wte, wpe, dtype: (_forward(tokens, wte, wpe, dtype), (tokens, wte, wpe)),
-    _encoder_backward,
+    _backward,
     nondiff_argnums=(3,),
 )
 

@@ -37,7 +37,7 @@ from pallas_kernels.bench.case import A, Case
 from pallas_kernels.bench.cases import CASES
 
 H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and matmuls reach
-OPS = sorted({case.op for case in CASES})
+OPS = sorted({case.op for case in CASES})  # of the command
 _SMEM = 227 * 1024  # of an SM, for blocks
 _THREADS = 2048  # of an SM
 
@@ -170,8 +170,10 @@ def explain(op: str, *arrays, measure: bool = False, **options) -> CallPlan:
     measure: also times the call, with random arrays, and the ceilings; it needs a GPU.
     Raises what the op raises for arguments that it does not take.
     """
-    if op not in OPS:
-        raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
+    takes = lambda name: inspect.signature(getattr(pallas_kernels, name)).parameters
+    ops = [name for name in pallas_kernels.__all__ if "implementation" in takes(name)]
+    if op not in ops:
+        raise ValueError(f"op={op!r} is not one of {', '.join(ops)}")
     bound = inspect.signature(getattr(pallas_kernels, op)).bind(*arrays, **options)
     return plan(*_case(op, bound.arguments), measure)
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -242,28 +242,18 @@ def grid(**axes: int) -> dict:
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
 
 
-class PartRefs(NamedTuple):
-    """The references of a part: the weights that make one result, with their biases."""
-
-    x: Any
-    weights: list
-    norm: Any
-    residual: Any
-    out: Any
-    smem: dict
-
-
 def launch_parts(name: str, run, wgs: int, scratch: dict, blocks: list[int], types, *arrays):
-    """A kernel for one row x and several weights; run(PartRefs, n) computes block n of a part.
+    """A kernel for one row x and several weights; run(refs, n) computes block n of a part.
 
-    blocks, types: of each part and its result.  arrays: x, the parts' weights, norm and residual.
+    blocks, types: of each part, the weights of one result with their biases, and of its result.
+    arrays: x, the parts' weights, norm and residual; refs has a part's, its out and the scratch.
     """
 
     def body(x, parts, norm, residual, *outs, **smem):
         block, start = lax.axis_index("n"), 0
         for weights, out, count in zip(parts, outs, blocks, strict=True):
-            refs = PartRefs(x, weights, norm, residual, out, smem)
-            mine = functools.partial(run, refs, block - start)
+            own = dict(x=x, weights=weights, norm=norm, residual=residual, out=out)
+            mine = functools.partial(run, SimpleNamespace(**own, **smem), block - start)
             inside = (block >= start) & (block < start + count)
             mine() if len(blocks) == 1 else pl.when(inside)(mine)
             start += count

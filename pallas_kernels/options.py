@@ -147,6 +147,8 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
         elif not (isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)) or _converts(x)):
             what = f"an array, not {type(x).__name__}"
             raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
+        elif isinstance(x, int) and abs(x) >= 2**128:
+            raise ValueError(f"{name}={_shown(x)} is not a finite number of float32")
         elif "float32" in dtypes and hasattr(x, "dtype") and str(x.dtype) not in dtypes:
             if not (int in classes and jnp.issubdtype(x.dtype, jnp.integer)):  # a number
                 raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float16 or float32")
@@ -169,6 +171,8 @@ def _converter(kind) -> Callable[[str, Any], Any] | None:
 
 def _shown(x) -> str:
     """x in one line, for an error."""
+    if isinstance(x, int) and abs(x) >= 2**128:  # Python refuses to write the longest
+        return f"(an integer of {x.bit_length()} bits)"
     text = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
     return text if len(text) < 80 and "\n" not in text else type(x).__name__
 
@@ -213,7 +217,7 @@ def _scalar(kind, name: str, x):
     if not isinstance(x, bool | int | float):
         raise ValueError(f"{name}={_shown(x)} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
-        raise ValueError(f"{name}={x} is not {must}")
+        raise ValueError(f"{name}={_shown(x)} is not {must}")
     if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might take it for 0
         raise ValueError(f"{name}={x} must be 0 or at least 2^-126")
     if name == "softcap" and not 2**-100 <= x <= 2**100:  # float32 may round z / softcap to 0

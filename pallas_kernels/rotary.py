@@ -189,7 +189,7 @@ def _tile(pairs: int, itemsize: int) -> _PairTile:
     return _PairTile(4 * rows, width, layout)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="backward")
+@jax.jit(static_argnums=(0, 1, 2), static_argnames="backward")
 def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
     """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 

@@ -83,29 +83,25 @@ def row_linear(
     weights = tuple(weights)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
     _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
-    options = dict(norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps)
-    options |= dict(centered=centered, activation=activation, residual=residual)
+    norm = None if norm_weight is None else (norm_weight, norm_bias)
+    options = dict(norm=norm, eps=norm_eps, centered=centered, activation=activation)
+    options |= dict(residual=residual)
     return dispatch.run("row_linear", FORMS, implementation, x, weights, biases, **options)
 
 
-def _rows(
-    x, weights, biases, *, norm_weight, norm_bias, norm_eps, centered, activation, residual,
-    kernel=True,
-):  # fmt: skip
-    norm = None if norm_weight is None else (norm_weight, norm_bias)
-    residual = None if residual is None else residual.reshape(-1)
-    arrays = (x.reshape(-1), weights, biases, norm, residual)
+def _rows(x, weights, biases, *, residual, kernel=True, **options):
+    options |= dict(residual=None if residual is None else residual.reshape(-1))
+    arrays = x.reshape(-1), weights, biases
     if kernel and _packed(weights):
-        dtypes = tuple(_dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None])
-        options = dict(norm=norm, eps=norm_eps, centered=centered, activation=activation)
-        ys = gemv.products(*arrays[:3], dtypes, residual=residual, **options)
+        results = 1 if options["activation"] == "swiglu" else None
+        ys = gemv.products(*arrays, tuple(_dtypes(x, weights, residual)[:results]), **options)
     else:
-        ys = (_kernel if kernel else _in_jnp)(norm_eps, centered, activation, *arrays)
+        ys = (_kernel if kernel else _in_jnp)(*arrays, **options)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
-def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | None:
-    k, norm = x.shape[-1], norm_weight is not None
+def why_not(x, weights, biases=None, *, norm=None, **options) -> str | None:
+    k = x.shape[-1]
     if _packed(weights):
         if x.dtype != jnp.bfloat16:
             return f"x is {x.dtype}, not bfloat16"
@@ -145,7 +141,7 @@ def pays(dtype, weights, *, norm: bool, implementation: dispatch.Implementation 
     """Whether the kernel takes one row of this dtype, and XLA would not be faster without it."""
     k = weights[0].shape[0 if _packed(weights) else 1]
     x = jax.ShapeDtypeStruct((k,), dtype)
-    reason = why_not(x, weights, norm_weight=norm or None) or why_slower(x, weights)
+    reason = why_not(x, weights, norm=norm or None) or why_slower(x, weights)
     return reason is None and implementation != "xla"
 
 
@@ -183,7 +179,7 @@ def _check_shape(name: str, a, need: tuple) -> None:
         raise ValueError(f"{name} has shape {a.shape}, but needs {need}")
 
 
-def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
+def _in_jnp(x, weights, biases, *, norm, eps, centered, activation, residual):
     given, dtype = x, mosaic.stat_dtype(x.dtype)
     x = x.astype(dtype)
     if norm is not None:
@@ -204,7 +200,6 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
 
 
 def _dtypes(x, weights, residual) -> list:
-    """The dtypes of the results."""
     own = [x.dtype if _packed(weights) else w.dtype for w in weights]
     return own if residual is None else [residual.dtype]
 
@@ -216,21 +211,13 @@ class SingleRowPlan(NamedTuple):
     """How a call is split; see the picture."""
 
     rows: int  # r, of a warp
+    lines: int  # rows of W of a block
     wgs: int
     k: int
+    share: int  # columns of a warpgroup
     eps: float
     centered: bool
     activation: Activation | None
-
-    @property
-    def lines(self) -> int:
-        """The rows of W of a block."""
-        return _LINES * self.rows
-
-    @property
-    def share(self) -> int:
-        """The columns of a warpgroup."""
-        return self.k // self.wgs
 
 
 def _warpgroups(k: int, dtype) -> dict[int, int]:
@@ -248,11 +235,12 @@ def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Sing
     wgs = few[0] if few else max(fit)
     pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
     rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
-    return SingleRowPlan(rows, wgs, k, eps, centered, activation)
+    return SingleRowPlan(rows, _LINES * rows, wgs, k, k // wgs, eps, centered, activation)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
-def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
+# Traced and lowered once for all layers.
+@jax.jit(static_argnames=("eps", "centered", "activation"))
+def _kernel(x, weights, biases, *, norm, eps, centered, activation, residual):
     p = plan(x.size, [len(w) for w in weights], weights[0].dtype, eps, centered, activation)
     # The parts: matrices of the same rows, whose result is one array.
     pairs = list(zip(weights, biases, strict=True))
@@ -269,8 +257,7 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
     )  # fmt: skip
 
 
-def _part(p: SingleRowPlan, refs: mosaic.PartRefs, n):
-    """Block n of a part."""
+def _part(p: SingleRowPlan, refs, n):
     weights, biases = zip(*refs.weights, strict=True)
     first = n * p.lines
     wg = lax.axis_index("wg")
@@ -290,16 +277,15 @@ def _part(p: SingleRowPlan, refs: mosaic.PartRefs, n):
     if p.wgs == 1:
         finish(sums)
         return
-    sums_smem, bar = refs.smem.values()
     places = [(i, j) for i in range(p.rows) for j in range(len(weights))]
     for i, j in places:
-        mosaic.store(sums_smem.at[wg, i, j], sums[i][j])
-    plgpu.barrier_arrive(bar)
+        mosaic.store(refs.sums_smem.at[wg, i, j], sums[i][j])
+    plgpu.barrier_arrive(refs.bar)
 
     @pl.when(wg == 0)
     def _():
-        plgpu.barrier_wait(bar)
-        part = lambda w, *place: mosaic.load(sums_smem.at[w, *place], _BY_ROW)
+        plgpu.barrier_wait(refs.bar)
+        part = lambda w, *place: mosaic.load(refs.sums_smem.at[w, *place], _BY_ROW)
         total = lambda *place: functools.reduce(jnp.add, [part(w, *place) for w in range(p.wgs)])
         finish([[total(i, j) for j in range(len(weights))] for i in range(p.rows)])
 

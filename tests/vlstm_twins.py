@@ -72,7 +72,7 @@ def recurrent(
     q, k, v, i, f, *, segment_ids=None, initial_state=None, return_state=False, **options
 ):  # fmt: skip
     """The cell's definition, position by position, in float32 (float64 for float64)."""
-    starts = reference._starts(segment_ids, i.shape[:2])
+    starts = reference._starts(_one_document(i) if segment_ids is None else segment_ids)
 
     def position(state, x):
         q, k, v, i, f, start = x
@@ -86,12 +86,17 @@ def recurrent(
     return (h, state) if return_state else h
 
 
+def _one_document(i):
+    return jnp.zeros(i.shape[:2], jnp.int32)
+
+
 def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps=0.0):
     """Computes all positions at once from a T x T matrix, like attention, without states."""
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    segment_ids = _one_document(i) if segment_ids is None else segment_ids
     q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
     i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, stat))  # (B,H,T)
-    document = jnp.cumsum(reference._starts(segment_ids, (i.shape[0], i.shape[2])), 1)
+    document = jnp.cumsum(reference._starts(segment_ids), 1)
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
     log_d = jnp.where(seen, reference._sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)
@@ -103,7 +108,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
 
 def states(
     x, y, weight, vector, decay, first=None, other=None, *,
-    reverse=False, last=True, sms=0,
+    reverse=False, last=True,
 ):  # fmt: skip
     (heads, count, size) = weight.shape[1:]
     x, y = (_chunks(_apart(z, heads), count, size) for z in (x, y))

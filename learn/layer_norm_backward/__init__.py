@@ -8,7 +8,7 @@ from jax import lax
 
 from learn.ladder import COPY, SMS, Ladder, normal
 from learn.layer_norm import LATENCY, loads
-from pallas_kernels.norms.norm import layer_norm_reference
+from pallas_kernels import layer_norm
 
 
 def inputs(sizes):
@@ -22,7 +22,8 @@ def inputs(sizes):
 
 def reference(x, weight, dy, mean, r):
     """Autodiff of the formula, which computes the statistics itself."""
-    _, pull = jax.vjp(layer_norm_reference, x, weight, jnp.zeros_like(weight))
+    op = lambda *arrays: layer_norm(*arrays, implementation="xla")
+    _, pull = jax.vjp(op, x, weight, jnp.zeros_like(weight))
     return pull(dy.astype(x.dtype))
 
 

@@ -94,15 +94,6 @@ def _check(x, up, down, gate, bias):
         raise ValueError("mlp takes a gate (SwiGLU) or a bias (GELU), not both")
 
 
-def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
-    """The formula in jnp; with fp8, of the rounded operands of fp8_linear_reference."""
-    times = jnp.matmul if precision is None else linear.fp8_linear_reference
-    if gate is None:
-        return times(activation.gelu_reference(times(x, up), bias), down).astype(x.dtype)
-    h = activation.swiglu_reference(times(x, gate), times(x, up))
-    return times(h, down).astype(x.dtype)
-
-
 def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, fused=False):
     """The same by matmuls, and the activation by its own op.
 
@@ -147,10 +138,9 @@ def _hidden(x, w):
 
 def why_not(x, up, down, gate, bias, **options) -> str | None:
     """Why Hopper's kernel does not support the backward pass of this call, or None."""
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[1]), x.dtype)
     return (
         mosaic.mixed_dtypes(x=x, up=up, gate=gate)
-        or matmul_epilogue.why_not(down, hidden)
+        or matmul_epilogue.why_not(down, _hidden(x, up))
         or mosaic.unsupported_dtype(bias=bias)
     )
 
@@ -168,8 +158,7 @@ def _activated_backward(gated, saved, dy):
     name = f"{'swiglu' if gated else 'gelu'}_mlp_backward"
 
     def multiply(tile, *inputs):
-        inputs, sms = tuple(map(rows, inputs)), mosaic.sm_count()
-        results = matmul_with_epilogue(rows(dy), down, inputs, tile, name=name, sms=sms)
+        results = matmul_with_epilogue(rows(dy), down, tuple(map(rows, inputs)), tile, name=name)
         return [d.reshape(h.shape) for d in results]
 
     d_down = jnp.matmul(rows(h).T, rows(dy), preferred_element_type=down.dtype)

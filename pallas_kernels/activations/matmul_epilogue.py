@@ -48,20 +48,11 @@ _GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
 
 
 class _Tiles(NamedTuple):
-    """The tiles of the product."""
-
     rows: int
     columns: int
     steps: int  # of K
     stages: int  # buffers for steps
     blocks: int
-
-    def place(self, tile):
-        """(row, column) of a tile.  Tiles that run together share rows of a and b in L2."""
-        above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
-        height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
-        rest = tile - above * self.columns
-        return above + lax.rem(rest, height), lax.div(rest, height)
 
 
 def why_not(weight, *inputs) -> str | None:
@@ -78,16 +69,15 @@ def why_not(weight, *inputs) -> str | None:
     return reason or mosaic.not_a_multiple(_STEP, C=c)
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
-def matmul_with_epilogue(a, b, inputs, tile, *, name, sms: int):
+@jax.jit(static_argnames=("tile", "name"))
+def matmul_with_epilogue(a, b, inputs, tile, *, name):
     """tile(*inputs, a b^T) in float32: as many arrays (N, F) of a's dtype as there are inputs.
 
     a: (N, K), b: (F, K), inputs: tuple of one or two arrays (N, F).
-    sms: number of blocks.
     """
     (n, k), f = a.shape, b.shape[0]
     rows, columns, steps = mosaic.cdiv(n, _ROWS), f // _COLUMNS, k // _STEP
-    t = _Tiles(rows, columns, steps, min(_STAGES, steps), min(sms, rows * columns))
+    t = _Tiles(rows, columns, steps, min(_STAGES, steps), min(mosaic.sm_count(), rows * columns))
     smem = lambda count, rows: mosaic.tiled(count, rows, 64, dtype=a.dtype)
     return mosaic.kernel(
         functools.partial(_body, t, tile),
@@ -117,7 +107,12 @@ class _Block(NamedTuple):
 
     def place(self, i):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large."""
-        return self.t.place(self.block + jnp.minimum(i, self.count - 1) * self.t.blocks)
+        tile = self.block + jnp.minimum(i, self.count - 1) * self.t.blocks
+        # Tiles that run together share rows of a and b in L2.
+        above = lax.div(tile, jnp.int32(_GROUP * self.t.columns)) * _GROUP
+        height = jnp.minimum(_GROUP, self.t.rows - above)  # the last group may have fewer rows
+        rest = tile - above * self.t.columns
+        return above + lax.rem(rest, height), lax.div(rest, height)
 
     def chunk(self, place, c):
         row, column = place
@@ -207,19 +202,15 @@ def _epilogue(mine: _Block, tile, i, here, after, product):
     for c in range(_CHUNKS):
         plgpu.barrier_wait(mine.refs.chunk_bars.at[mine.wg * _CHUNKS + c])
         smems = [smem.at[c] for smem in mine.refs.chunk_smems]
-        _compute(tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK])
+        for r in range(0, _ROWS, _PART):
+            parts = [smem.at[pl.ds(r, _PART)].transpose((1, 0)) for smem in smems]
+            xs = [plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts]
+            own = product[c * _CHUNK : (c + 1) * _CHUNK][:, r : r + _PART]
+            for part, y in zip(parts, tile(*xs, own), strict=True):
+                part[...] = y.astype(part.dtype)
         plgpu.commit_smem()
         for smem, target in zip(smems, mine.refs.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem, target.at[mine.chunk(here, c)])
         if c:
             refill(c - 1, len(smems))
     refill(_CHUNKS - 1, 0)
-
-
-def _compute(tile, smems, product):
-    """Overwrites the inputs of a chunk with its outputs."""
-    for r in range(0, _ROWS, _PART):
-        parts = [smem.at[pl.ds(r, _PART)].transpose((1, 0)) for smem in smems]
-        xs = [plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts]
-        for part, y in zip(parts, tile(*xs, product[:, r : r + _PART]), strict=True):
-            part[...] = y.astype(part.dtype)

@@ -74,10 +74,8 @@ def cross_entropy(
     return dispatch.run("cross_entropy", FORMS, implementation, logits, labels, **options)
 
 
-def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-100):
+def _in_jnp(logits, labels, *, vocab_size, ignore_index):
     """The formula in jnp, in float32 (float64 for float64)."""
-    v = logits.shape[-1]
-    vocab_size = v if vocab_size is None else vocab_size
     z = logits.astype(mosaic.stat_dtype(logits.dtype))
     return mask_by_label(losses_of(z, labels, vocab_size), labels, vocab_size, ignore_index)
 
@@ -150,14 +148,14 @@ _cross_entropy = with_gradient(_forward, _backward, nondiff_argnums=(2, 3))
 
 FORMS = (
     Form("general", _cross_entropy, "sm_80", why_not, why_slower),
-    Form("xla", cross_entropy_reference),
+    Form("xla", _in_jnp),
 )
 
 
 # ---- the kernel --------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("real", "softcap", "write", "keep"))
+@jax.jit(static_argnames=("real", "softcap", "write", "keep"))
 def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, write, keep=False):
     """Computes statistics of rows of logits and overwrites the rows with their gradient.
 
@@ -171,11 +169,13 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    cut = _Cut(v // 4, tile, softcap)
+    # A cap takes registers: of a narrow tile six loads need 87, three 62.
+    part, unroll = v // 4, _UNROLL if softcap is None or tile != 128 else _UNROLL // 2
+    cut = _Cut(part, tile, part // tile, part % tile, unroll, softcap)
     bar = plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
-    rows = jax.ShapeDtypeStruct((n, 4, cut.part), z.dtype)
+    rows = jax.ShapeDtypeStruct((n, 4, part), z.dtype)
     call = mosaic.kernel(
         functools.partial(_body, cut, real, write),
         name=f"linear_cross_entropy_{'gradient' if given else 'statistics'}{both}",
@@ -205,24 +205,13 @@ class _Cut(NamedTuple):
 
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
+    tiles: int
+    rest: int
+    unroll: int  # loads that a thread has in flight
     softcap: Any  # a number or None
-
-    @property
-    def tiles(self) -> int:
-        return self.part // self.tile
-
-    @property
-    def rest(self) -> int:
-        return self.part % self.tile
 
     def layout(self, width):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))
-
-    @property
-    def unroll(self) -> int:
-        """Loads that a thread has in flight."""
-        # A cap takes registers: of a narrow tile six loads need 87, three 62.
-        return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def columns(self, start, width):
         """The column of every element of a (4, width) array that starts at `start`."""
@@ -259,9 +248,6 @@ class _Row(NamedTuple):
     def late_start(self, cut: _Cut, i):
         """The first column of this group's i-th tile after the whole steps."""
         return (self.first + i * _GROUPS) * cut.tile
-
-    def load(self, start, width, layout):
-        return mosaic.load(self.z.at[:, pl.ds(start, width)], layout)
 
 
 def capped(u, softcap):
@@ -312,7 +298,8 @@ def _statistics(cut: _Cut, row: _Row):
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
-        x, _ = capped(row.load(start, width, cut.layout(width)), cut.softcap)
+        x = mosaic.load(row.z.at[:, pl.ds(start, width)], cut.layout(width))
+        x, _ = capped(x, cut.softcap)
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
     # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
@@ -357,7 +344,6 @@ def _wait_for_all(bar):
 
 
 def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
-    """Writes dz of the row."""
     scale = scale_ref[...]
     factor = scale / total
     write = functools.partial(_write, cut, row, top, factor)
@@ -382,7 +368,7 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
     """Writes factor exp(z - top) for the logits of some tiles, and 0 for padding."""
     layout = cut.layout(width)
-    xs = [row.load(start, width, layout) for start in starts]
+    xs = [mosaic.load(row.z.at[:, pl.ds(start, width)], layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
         x, slope = capped(x, cut.softcap)
         dz = factor * jnp.exp(x - top)

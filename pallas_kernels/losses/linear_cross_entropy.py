@@ -86,6 +86,7 @@ def linear_cross_entropy(
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
     The loss is the whole vocabulary's; x's gradient is this part's share, which shard_map sums.
+    Differentiate the shard_map: JAX sums the cotangents of a loss that is differentiated inside.
     fp8: whether the three matmuls take fp8 operands, where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
@@ -112,7 +113,6 @@ def linear_cross_entropy(
 
 
 def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):
-    """The op by the kernels."""
     if options["fp8"]:
         fp8_linear.warn_of_flags()
     rows, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)

@@ -2,7 +2,6 @@
 output gate and norm that follow in an xLSTM block.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -25,13 +24,11 @@ from pallas_kernels.packed import Packed, shapes, split
 class CellCall(NamedTuple):
     """The static arguments of a call."""
 
-    length: int  # T
     dqk: int  # DQK without padding
     dv: int  # the same of DV
     normalize: bool
     first: bool  # an initial state is given
     last: bool  # the final state is returned
-    sms: int
     norm_eps: float | None
 
 
@@ -41,10 +38,8 @@ def in_place(packed: Packed) -> bool:
     return not (dqk % SIZE or dv % SIZE)
 
 
-@functools.partial(
-    jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "norm_eps"),
-)
+# Traced and lowered once for all layers.
+@jax.jit(static_argnames=("gate", "normalize", "return_state", "norm_eps"))
 def chunkwise(
     operands, i, f, weight=None, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
@@ -58,7 +53,7 @@ def chunkwise(
     packed = operands if isinstance(operands, Packed) and in_place(operands) else None
     q, k, v, *_ = split(operands) if packed is None else shapes(operands)
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
-    starts = None if segment_ids is None else reference._starts(segment_ids, i.shape[:2])
+    starts = None if segment_ids is None else reference._starts(segment_ids)
     i, lf = reference._log_gates(i, f, gate, wide)
     first, m = None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
@@ -70,15 +65,13 @@ def chunkwise(
     # Tiles have 64 columns.  Other widths are padded in copies.
     pad = lambda x: mosaic.pad_axis(x, 3, SIZE)
     arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
-    call = CellCall(
-        q.shape[1], dqk, dv, normalize, first is not None, return_state, mosaic.sm_count(), norm_eps
-    )
+    call = CellCall(dqk, dv, normalize, first is not None, return_state, norm_eps)
     h, last = cell(arrays, i, lf, first, m, starts, weight, call)
     h = h[..., :dv]
     if not return_state:
         return h
     c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
-    m_last = gates(i, lf, m, starts, SIZE).m_last
+    m_last = gates(i, lf, m, starts).m_last
     scale = jnp.exp(lax.stop_gradient(m_last) - m_last)  # 1, with the gradient of e^-m
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
@@ -104,8 +97,8 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     array.  Splitting the array would copy it: the kernels index its columns.
     """
     q, k, v = _heads(arrays, i.shape[2], call)
-    g, s = gates(i, lf, m, starts, SIZE), call.dqk**-0.5
-    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
+    g, s = gates(i, lf, m, starts), call.dqk**-0.5
+    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
@@ -156,7 +149,7 @@ def cell_backward(call, saved, cotangents):
     shift = sign * dot
     dc, dn, d_first, c_dc = states(
         q, dh, carried, carried * shift, g.decay, d_last, c,
-        reverse=True, last=call.first, sms=call.sms,
+        reverse=True, last=call.first,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
     one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq
@@ -173,7 +166,7 @@ def cell_backward(call, saved, cotangents):
     dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, SIZE), axis=3)
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
-    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
+    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : arrays[0].shape[1]], 1, 2)
     return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None, dweight
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mlstm.reference import CLOSED, floor
+from pallas_kernels.mlstm.states import SIZE
 from pallas_kernels.mosaic import LOG2E
 
 
@@ -29,7 +30,7 @@ class Gates(NamedTuple):
     in_last: jax.Array | None  # (B,1,N,L) bool: in the document that continues after the chunk
 
 
-def gates(i, lf, m, starts, size: int) -> Gates:
+def gates(i, lf, m, starts) -> Gates:
     """Computes the weights of positions and states.
 
     i, lf: (B,T,H), logarithms of the gates.  m: (B,H), stabiliser of the initial state.
@@ -38,15 +39,15 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     hold = lax.stop_gradient
     # Padding has a closed input gate and an open forget gate, so it does not change the state.  i
     # and lf are joined so that one kernel computes both.
-    widths = [(0, 0), (0, -i.shape[1] % size), (0, 0)]
+    widths = [(0, 0), (0, -i.shape[1] % SIZE), (0, 0)]
     pad = lambda x, fill: jnp.pad(x, widths, constant_values=fill)
     both = jnp.concatenate([pad(jnp.maximum(i, CLOSED), CLOSED), pad(lf, 0)], 2)
-    i, lf = jnp.split(lax.optimization_barrier(_chunks(both, size)), 2, 1)
-    position = jnp.arange(size, dtype=jnp.int32)
+    i, lf = jnp.split(lax.optimization_barrier(_chunks(both)), 2, 1)
+    position = jnp.arange(SIZE, dtype=jnp.int32)
     in_last = continues = keeps = jnp.ones((1, 1, 1, 1), bool)
     start, began = None, ()
     if starts is not None:
-        began = (jnp.where(_chunks(pad(starts[..., None], False), size), position, -1),)
+        began = (jnp.where(_chunks(pad(starts[..., None], False)), position, -1),)
     (b, top, after, *began), (g, a_max, *began_last) = _within(lf, i, *began)
     if starts is not None:
         # Where the latest document started in the chunk, or -1 if it started before.
@@ -91,9 +92,9 @@ def forget_gradient(db, dg, start, in_last):
     return dlf + jnp.where(in_last, dg[..., None], 0)
 
 
-def _chunks(x, size):
+def _chunks(x):
     """(B,T,H) -> (B,H,N,L)."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, x.shape[2]), -1, 1)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, SIZE, x.shape[2]), -1, 1)
 
 
 EMPTY = 0.0, -jnp.inf, -1  # the identity of _compose
@@ -129,15 +130,9 @@ def _within(lf, i, *began):
     """
     length = lf.shape[-1]
     width = length // 4
-    x = [
-        jnp.pad(z, [(0, 0), (0, 0), (0, 0), (0, width)], constant_values=empty)
-        for z, empty in zip((lf, i, *began), EMPTY, strict=False)
-    ]
-    x = lax.optimization_barrier(_windows(x, 3, 1, width))
-    after = jnp.zeros((), lf.dtype)
-    for n in range(1, 5):
-        after += _shifted(x[:1], 3, -n * width)[0]
-    b, top, *began = (z[..., :length] for z in _windows(x, 3, width, 4))
+    x = lax.optimization_barrier(_windows(_padded((lf, i, *began), 0, width), 1, width))
+    after = functools.reduce(jnp.add, (_shifted(x[:1], -n * width)[0] for n in range(1, 5)))
+    b, top, *began = (z[..., :length] for z in _windows(x, width, 4))
     last = (tuple(z[..., length - 1 - n * width] for z in x) for n in range(4))
     last = functools.reduce(lambda x, y: _compose(y, x), last)
     return (b, top, after[..., :length], *began), last
@@ -152,29 +147,30 @@ def _over_chunks(shift, least):
     while stride < shift.shape[-1]:
         if stride > 1:
             x = lax.optimization_barrier(x)
-        x, stride = _windows(x, 2, stride, 16), stride * 16
+        x, stride = _windows(x, stride, 16), stride * 16
     return x
 
 
-def _windows(x, axis, stride, terms):
+def _windows(x, stride, terms):
     """Composes each element with the `terms` - 1 elements at distances of `stride` before it."""
-    before = (_shifted(x, axis, stride * n) for n in range(1, terms))
+    before = (_shifted(x, stride * n) for n in range(1, terms))
     return functools.reduce(lambda x, y: _compose(y, x), before, tuple(x))
 
 
-def _shifted(x, axis, n):
+def _shifted(x, n):
     """x[position - n], with the identity of _compose outside x."""
+    return _padded(x, n, -n)
 
-    def one(z, empty):
-        widths = [(0, 0, 0)] * z.ndim
-        widths[axis] = (n, -n, 0)
-        return lax.pad(z, jnp.asarray(empty, z.dtype), widths)
 
-    return tuple(one(z, empty) for z, empty in zip(x, EMPTY, strict=False))
+def _padded(x, before, after):
+    """x with so many identities of _compose before and after it, along the last axis."""
+    widths = [(0, 0, 0)] * (x[0].ndim - 1) + [(before, after, 0)]
+    pairs = zip(x, EMPTY, strict=False)
+    return tuple(lax.pad(z, jnp.asarray(empty, z.dtype), widths) for z, empty in pairs)
 
 
 def _suffix_sums(x):
-    """Sums from each element to the last one of the last axis, in two steps like `_within`."""
-    width, after = x.shape[-1] // 4, lambda x, n: _shifted((x,), -1, -n)[0]
+    """Sums from each element to the last one, in two steps like `_within`."""
+    width, after = x.shape[-1] // 4, lambda x, n: _shifted((x,), -n)[0]
     x = lax.optimization_barrier(sum((after(x, n) for n in range(1, width)), x))
     return sum((after(x, width * n) for n in range(1, 4)), x)

@@ -71,7 +71,6 @@ class ChunkPlan(NamedTuple):
     length: int  # T
     heads: int
     chunks: int  # of a sequence
-    items: int  # chunks of all sequences and heads
     parts: int  # squares across A and B
     tiles: int  # squares across X and out
 
@@ -97,38 +96,22 @@ class ChunkPlan(NamedTuple):
     def order(self) -> list[tuple[int, int, int]]:
         """(kind, row, column) of a chunk's squares in the order of their use."""
         tiles, parts, turned = range(self.tiles), range(self.parts), self.transposes_state
-        x = [[(X, 0, tile)] for tile in tiles]
-        y = [[(Y, 0, tile)] * turned for tile in tiles]
-        states = [
-            [(STATES, tile, part) if turned else (STATES, part, tile) for part in parts]
-            for tile in tiles
-        ]
+        x = [[(X, 0, t)] for t in tiles]
+        y = [[(Y, 0, t)] * turned for t in tiles]
+        states = [[(STATES, t, p) if turned else (STATES, p, t) for p in parts] for t in tiles]
         order = [(B, 0, part) for part in parts]
         if turned:  # Y X^T starts at the last tile
-            order += sum((y[tile] + x[tile] for tile in reversed(tiles)), [])
+            order += sum((y[t] + x[t] for t in reversed(tiles)), [])
         if self.mode == "dq":
-            return order + sum((states[tile] + y[tile] for tile in tiles), []) + sum(x, [])
-        return order + sum((states[tile] + y[tile] + x[tile] for tile in tiles), [])
-
-
-class Inputs(NamedTuple):
-    """References to global memory."""
-
-    order: Any  # (ORDER,): kind, row and column of each square, in 8, 8 and 16 bits
-    a: Heads
-    b: Heads
-    x: Heads
-    states: Any
-    y: Any  # Heads; None unless transposes_state
-    joint: Any  # Heads where the result goes; None: to a separate array
-    vectors: dict[str, Any]  # (B,H,N L) each; "along" is (B,H,N DX)
+            return order + sum((states[t] + y[t] for t in tiles), []) + sum(x, [])
+        return order + sum((states[t] + y[t] + x[t] for t in tiles), [])
 
 
 class ChunkWorker(NamedTuple):
     """A block, and its chunk of a sequence and head."""
 
     schedule: ChunkPlan
-    inputs: Inputs
+    inputs: Any  # references to global memory, by name
     out: Heads
     stat_refs: tuple
     smem: Any
@@ -136,13 +119,6 @@ class ChunkWorker(NamedTuple):
     b: Any
     h: Any
     index: Any  # n of N
-
-    @classmethod
-    def of(cls, s: ChunkPlan, inputs: Inputs, out, stat_refs, smem):
-        """The work of this block."""
-        item = lax.axis_index("block")
-        pair, index = mosaic.divide(item, s.chunks)
-        return cls(s, inputs, out, stat_refs, smem, item, *mosaic.divide(pair, s.heads), index)
 
     @property
     def row0(self):
@@ -162,7 +138,6 @@ def scratch(s: ChunkPlan, vectors) -> dict:
 
 
 def begin(w: ChunkWorker):
-    """Loads what comes first."""
     s, smem, inputs = w.schedule, w.smem, w.inputs
     words = plgpu.Layout.WG_STRIDED((ORDER,), vec_size=1)
     mosaic.store(smem.order, mosaic.read(inputs.order, words))
@@ -250,14 +225,10 @@ def finish(w: ChunkWorker, tile, start, weights, n):
 
 # Vectors and tiles of W.
 
+broadcast_rows = lambda vector: mosaic.along(vector, (SIZE, SIZE), 0)  # one number for each row
 sum_rows = functools.partial(jnp.sum, axis=1)
 # Without the barrier the compiler delays a product and keeps its factors in registers.
 materialize = lax.optimization_barrier
-
-
-def broadcast_rows(w: ChunkWorker, vector):
-    """Broadcasts one number for each row to a tile of W."""
-    return mosaic.along(vector, (SIZE, SIZE), 0)
 
 
 def load_rows(w: ChunkWorker, name):
@@ -274,7 +245,7 @@ def load_columns(w: ChunkWorker, name, tile=0):
 def load_tile(w: ChunkWorker, name):
     """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
     if name in w.schedule.of_rows:
-        return broadcast_rows(w, load_rows(w, name))
+        return broadcast_rows(load_rows(w, name))
     return load_columns(w, name)
 
 
@@ -317,7 +288,7 @@ def forward(w: ChunkWorker, ab, n):
         sign = jnp.where(below, 0.0, jnp.where(l > 0, -1.0, 1.0))
     store_stats(w, norm, sign)
     # Add the values of the chunk and the part from the state, and store.
-    finish_all(w, left(w, weights * broadcast_rows(w, norm)), scale * norm, n)
+    finish_all(w, left(w, weights * broadcast_rows(norm)), scale * norm, n)
 
 
 def backward_dv(w: ChunkWorker, ab, n):
@@ -331,7 +302,7 @@ def finish_all(w: ChunkWorker, weights, scale, n):
     @pl.loop(0, s.tiles)
     def _(tile):
         step = n + tile * (s.parts + 1)
-        through = a_times(w, step, s.transposes_state) * broadcast_rows(w, scale)
+        through = a_times(w, step, False) * broadcast_rows(scale)
         finish(w, tile, through, weights, step + s.parts)
 
 
@@ -347,8 +318,8 @@ def backward_dk(w: ChunkWorker, ab, n):
     # Compute and store dk, and sum the input gate's gradient from the state.
     def one_tile(tile, sums):
         step = n + tile * (s.parts + 2)
-        through = a_times(w, step, s.transposes_state) + load_columns(w, "along", tile)
-        through = through * broadcast_rows(w, scale)
+        through = a_times(w, step, True) + load_columns(w, "along", tile)
+        through = through * broadcast_rows(scale)
         sums += sums_with_y(w, through, step + s.parts)
         finish(w, tile, through, weights, step + s.parts + 1)
         return sums
@@ -374,18 +345,22 @@ def backward_dq(w: ChunkWorker, ab, n):
     # computed again; the first one would not fit in the registers.
     w = w._replace(index=materialize(w.index))
     shift = load_rows(w, "sign") * dot
-    weights = materialize(left(w, weights + decays(w) * broadcast_rows(w, shift)))
+    weights = materialize(left(w, weights + decays(w) * broadcast_rows(shift)))
     # Compute and store dq.
     for tile, part in enumerate(through):
-        part = part + broadcast_rows(w, shift) * load_columns(w, "along", tile)
-        finish(w, tile, part * broadcast_rows(w, scale), weights, n + tile)
+        part = part + broadcast_rows(shift) * load_columns(w, "along", tile)
+        finish(w, tile, part * broadcast_rows(scale), weights, n + tile)
 
 
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
 
 
-def body(s: ChunkPlan, inputs: Inputs, out, stat_refs, /, **smem):
-    w = ChunkWorker.of(s, inputs, inputs.joint or out, stat_refs, SimpleNamespace(**smem))
+def body(s: ChunkPlan, order, a, b, x, states, y, joint, vectors, out, stat_refs, /, **smem):
+    item = lax.axis_index("block")
+    pair, index = mosaic.divide(item, s.chunks)
+    inputs = SimpleNamespace(order=order, a=a, b=b, x=x, states=states, y=y, vectors=vectors)
+    refs = inputs, joint or out, stat_refs, SimpleNamespace(**smem)
+    w = ChunkWorker(s, *refs, item, *mosaic.divide(pair, s.heads), index)
     begin(w)
     MODES[s.mode](w, a_times(w, 0, True), s.parts)
     ampere.wait()  # the zeros past the last square may still be under way
@@ -394,7 +369,7 @@ def body(s: ChunkPlan, inputs: Inputs, out, stat_refs, /, **smem):
 # ---- the call --------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "normalize"))
+@jax.jit(static_argnames=("mode", "normalize"))
 def chunk_outputs(
     a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
     joint=None, *, mode: Mode, normalize=True,
@@ -413,11 +388,8 @@ def chunk_outputs(
     joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
     (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]
-    items = batch * heads * chunks
-    s = ChunkPlan(
-        mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks, items,
-        a.tiles, x.tiles,
-    )  # fmt: skip
+    items, packed = batch * heads * chunks, vectors["start"] is not None
+    s = ChunkPlan(mode, normalize, packed, a.array.dtype, length, heads, chunks, a.tiles, x.tiles)
     given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
     if along is not None:
         given["along"] = along
@@ -431,6 +403,7 @@ def chunk_outputs(
     y = like if s.transposes_state else None
     out = None if joint is None else replace(place, array=joint)
     firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
+    # Kind, row and column of each square, in 8, 8 and 16 bits.
     order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in s.order]
     order = jnp.array(order + [0] * (ORDER - len(order)), jnp.int32)
     out, stats = mosaic.kernel(
@@ -442,5 +415,5 @@ def chunk_outputs(
         num_threads=1,
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(order, a, b, x, states, y, out, given))
+    )(order, a, b, x, states, y, out, given)
     return stats if joint is not None else (out.array, *stats)

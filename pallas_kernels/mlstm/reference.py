@@ -46,10 +46,8 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     return narrow(h, dtype), (c, n, m)
 
 
-@functools.partial(
-    jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "eps", "chunk_size"),
-)
+# Traced and lowered once for all layers.
+@jax.jit(static_argnames=("gate", "normalize", "return_state", "eps", "chunk_size"))
 def chunkwise(
     q, k, v, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False, eps=0.0,
@@ -83,7 +81,7 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     seen = jnp.tril(jnp.ones((size, size), bool))
     continues = True  # whether a position belongs to the document of the carried state
     if segment_ids is not None:
-        starts = chunks(_starts(segment_ids, (batch, length))[..., None])
+        starts = chunks(_starts(segment_ids)[..., None])
         document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
         seen = seen & (document[..., :, None] == document[..., None, :])
         continues = document == 0
@@ -224,10 +222,8 @@ def _state(state, q, v):
     return tuple(jnp.zeros(shape, stat) for shape in shapes)
 
 
-def _starts(segment_ids, shape):
+def _starts(segment_ids):
     """(B,T) bool: where a new document starts (never at the first position)."""
-    if segment_ids is None:
-        return jnp.zeros(shape, bool)
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 
 

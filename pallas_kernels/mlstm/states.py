@@ -84,18 +84,6 @@ class Walk(NamedTuple):
     reverse: bool
 
 
-class WalkInputs(NamedTuple):
-    """Arrays or references to global memory; None if not given."""
-
-    x: Heads
-    y: Heads
-    weight: Any
-    vector: Any
-    decay: Any
-    first: tuple | None  # (S, s) before each span
-    other: Any
-
-
 class WalkOutputs(NamedTuple):
     """References to global memory; None if not requested."""
 
@@ -110,31 +98,16 @@ class Walker(NamedTuple):
     """A block and its work."""
 
     schedule: Walk
-    inputs: WalkInputs
+    inputs: Any  # references to global memory, by name; None if not given
     outputs: WalkOutputs
     smem: Any
     b: Any
     h: Any
-    span: Any
     x_tile: Any
     y_tile: Any
     start: Any  # chunk, in the order of the walk
     steps: Any  # chunks to walk
     mine: Any  # the block's rows of S, which are columns of X
-    here: tuple  # the block's part of S
-
-    @classmethod
-    def of(cls, s: Walk, inputs, outputs, smem):
-        """The work of this block."""
-        block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
-        block, x_tile = mosaic.divide(block, s.x_tiles)
-        pair, span = mosaic.divide(block, s.walked)
-        b, h = mosaic.divide(pair, s.heads)
-        start = span * s.span
-        steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-        mine = pl.ds(x_tile * SIZE, SIZE)
-        here = mine, pl.ds(y_tile * SIZE, SIZE)
-        return cls(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps, mine, here)
 
     def chunk(self, n):
         """The chunk of the walk's step n."""
@@ -146,34 +119,11 @@ class Walker(NamedTuple):
         s = self.schedule
         return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
 
-    def first(self):
-        """(S, s) before the span."""
-        first = self.inputs.first
-        if first is None:
-            return mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
-        at = self.b, self.h, self.span
-        state = mosaic.load(first[0].at[*at, *self.here], WGMMA)
-        return state, mosaic.load(first[1].at[*at, self.mine], ROW)
-
     def decay(self, n):
         """The decay of step n, the last one's past it."""
         # A step loads the next decay: from global memory it takes as long as the matmul.
         n = jnp.minimum(n, self.steps - 1) if not isinstance(n, int) else n
         return self.inputs.decay[self.b, self.h, self.chunk(n)]
-
-    def store_end(self, state, sums):
-        """Stores the state after the last chunk."""
-        s, outputs = self.schedule, self.outputs
-        if not s.ends:
-            return
-        end = self.span - (s.walked - s.ends)
-        at = self.b, self.h, end
-
-        @pl.when(end >= 0)
-        def _():
-            mosaic.store(outputs.last.at[*at, *self.here], state)
-            s_last = lambda: mosaic.store(outputs.s_last.at[*at, self.mine], sums)
-            pl.when(self.y_tile == 0)(s_last)
 
 
 def spans(blocks: int, chunks: int, at_once: int) -> int:
@@ -182,10 +132,9 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
     return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("reverse", "last", "sms"))
+@jax.jit(static_argnames=("reverse", "last"))
 def states(
-    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    reverse=False, last=True, sms: int,
+    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *, reverse=False, last=True
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -200,7 +149,7 @@ def states(
     """
     (batch, heads, chunks, _), dtype = weight.shape, x.array.dtype
     # Two blocks fit an SM, by registers and shared memory.
-    parts = spans(batch * heads * x.tiles * y.tiles, chunks, 2 * sms)
+    parts = spans(batch * heads * x.tiles * y.tiles, chunks, 2 * mosaic.sm_count())
 
     def walk_along(first, other, keep: bool, ends: int) -> WalkOutputs:
         """Walks along all spans at once, or without `keep` along all but the last."""
@@ -209,7 +158,7 @@ def states(
             walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
             keep=keep, reverse=reverse,
         )  # fmt: skip
-        return _kernel(s, WalkInputs(x, y, weight, vector, decay, first, other))
+        return _kernel(s, x, y, weight, vector, decay, first, other)
 
     if parts > 1:
         ends = walk_along(None, None, keep=False, ends=parts - 1)
@@ -221,8 +170,9 @@ def states(
     return out.before, out.s_before, end, out.dots
 
 
-def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
-    batch, with_other = inputs.decay.shape[0], inputs.other is not None
+def _kernel(s: Walk, x: Heads, y: Heads, weight, vector, decay, first, other) -> WalkOutputs:
+    """first: (S, s) before each span."""
+    batch, with_other = decay.shape[0], other is not None
     shape = lambda *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), jnp.float32)
     dx, dy = s.x_tiles * SIZE, s.y_tiles * SIZE
     squares = (batch * s.heads * s.chunks, dx, s.y_tiles, SIZE)  # a tile's rows are copied as X's
@@ -234,11 +184,7 @@ def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
         dots=shape(s.chunks, s.y_tiles, dx) if with_other else None,
     )
     flat = lambda z: z.reshape(batch, s.heads, -1)
-    inputs = inputs._replace(
-        weight=flat(inputs.weight),
-        vector=flat(inputs.vector),
-        other=inputs.other.reshape(squares) if with_other else None,
-    )
+    other = other.reshape(squares) if with_other else None
     (out,) = mosaic.kernel(
         functools.partial(_walk, s),
         name="vlstm_states",
@@ -248,7 +194,7 @@ def _kernel(s: Walk, inputs: WalkInputs) -> WalkOutputs:
         num_threads=1,
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(inputs)
+    )(x, y, flat(weight), flat(vector), decay, first, other)
     before = (batch, s.heads, s.chunks, dx, dy)
     return out._replace(before=out.before.reshape(before)) if s.keep else out
 
@@ -287,12 +233,35 @@ def scratch(s: Walk, with_other: bool) -> dict:
     return buffers | lines | dict(out=mosaic.tiled(SIZE, SIZE, dtype=s.dtype))
 
 
-def _walk(s: Walk, inputs, outputs, /, **smem):
-    w = Walker.of(s, inputs, outputs, SimpleNamespace(**smem))
+def _walk(s: Walk, x, y, weight, vector, decay, first, other, outputs, /, **smem):
+    inputs = SimpleNamespace(x=x, y=y, weight=weight, vector=vector, decay=decay, other=other)
+    block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
+    block, x_tile = mosaic.divide(block, s.x_tiles)
+    pair, span = mosaic.divide(block, s.walked)
+    start = span * s.span
+    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
+    mine = pl.ds(x_tile * SIZE, SIZE)
+    here = mine, pl.ds(y_tile * SIZE, SIZE)  # the block's part of S
+    b, h = mosaic.divide(pair, s.heads)
+    refs = inputs, outputs, SimpleNamespace(**smem)
+    w = Walker(s, *refs, b, h, x_tile, y_tile, start, steps, mine)
     _load_chunk(w, 0)
-    carry = w.decay(0), *w.first()
-    _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
-    w.store_end(state, sums)
+    decay, state, sums = w.decay(0), mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
+    if first is not None:
+        state = mosaic.load(first[0].at[b, h, span, *here], WGMMA)
+        sums = mosaic.load(first[1].at[b, h, span, mine], ROW)
+    step = functools.partial(_step, w)
+    _, state, sums = lax.fori_loop(0, steps, step, (decay, state, sums))
+    if not s.ends:
+        return
+    # Store the state after the last chunk.
+    end = span - (s.walked - s.ends)
+
+    @pl.when(end >= 0)
+    def _():
+        mosaic.store(outputs.last.at[b, h, end, *here], state)
+        s_last = lambda: mosaic.store(outputs.s_last.at[b, h, end, mine], sums)
+        pl.when(y_tile == 0)(s_last)
 
 
 def _load_chunk(w: Walker, n):
@@ -311,13 +280,18 @@ def _load_chunk(w: Walker, n):
 
 def _step(w: Walker, n, carry):
     decay, state, sums = carry
-    smem, stage = w.smem, lax.rem(n, STAGES)
+    s, smem, stage = w.schedule, w.smem, lax.rem(n, STAGES)
     ahead = w.decay(n + 1)
     ampere.wait()
     pl.when(n + 1 < w.steps)(lambda: _load_chunk(w, n + 1))
     # Store the state before the chunk, and its products with `other`.
     if w.outputs.before is not None:
-        _store_state(w, n, state, sums)
+        smem.out[...] = narrow(state, s.dtype, not s.reverse)
+        ampere.meet()
+        row, end = w.x_tile * SIZE, s.x_tiles * SIZE
+        ampere.store_rows(smem.out, w.outputs.before, w.item(n), w.y_tile, row, end)
+        at = w.outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine]
+        pl.when(w.y_tile == 0)(lambda: mosaic.store(at, sums))
     if w.inputs.other is not None:
         other = plgpu.load(smem.other.at[stage], layout=WGMMA).astype(jnp.float32)
         at = w.b, w.h, w.chunk(n), w.y_tile, w.mine
@@ -328,13 +302,3 @@ def _step(w: Walker, n, carry):
     state = ampere.times_rows(state * decay, x * across(smem.weight), smem.y.at[stage])
     add = lambda: sums * decay + jnp.sum(x * across(smem.vector), axis=1)
     return ahead, state, lax.cond(w.y_tile == 0, add, lambda: sums)
-
-
-def _store_state(w: Walker, n, state, sums):
-    s, out, outputs = w.schedule, w.smem.out, w.outputs
-    out[...] = narrow(state, s.dtype, not s.reverse)
-    ampere.meet()
-    row, end = w.x_tile * SIZE, s.x_tiles * SIZE
-    ampere.store_rows(out, outputs.before, w.item(n), w.y_tile, row, end)
-    at = outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine]
-    pl.when(w.y_tile == 0)(lambda: mosaic.store(at, sums))

@@ -59,7 +59,7 @@ def differentiate(t, n, g, means, r, *_):
 # ---- forward -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7))  # traced and lowered once for all layers
+@jax.jit(static_argnums=(6, 7))  # traced and lowered once for all layers
 def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
@@ -75,14 +75,11 @@ def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     t = choose_tiling("forward", rows.shape, x.dtype)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
-    y, s, stats = launch(
-        functools.partial(_normalise, centered, eps, t),
-        f"{name_of(centered, residual, gate)}_forward",
-        t,
-        [like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)],
-        dict(means_smem=plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)),
-        gate,
-    )(*jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2])))
+    types = like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)
+    means = plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)
+    body, name = functools.partial(_normalise, centered, eps, t), name_of(centered, residual, gate)
+    call = launch(body, f"{name}_forward", t, types, dict(means_smem=means), gate)
+    y, s, stats = call(*jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2])))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(x.shape), (y, s))
     return (y, s), (x if s is None else s, stats, *params, gate)
 
@@ -156,7 +153,7 @@ def row_means(t: Tiling, arrays, means_smem):
     return [x / t.cols for x in sums]
 
 
-def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
+def launch(body, name, t: Tiling, out_type, scratch_types, gate):
     return mosaic.kernel(
         body,
         name=name,
@@ -172,7 +169,7 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
     )
 
 
-def name_of(centered: bool, add=None, gate=None) -> str:
+def name_of(centered: bool, add, gate) -> str:
     fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
     return fused + ("layer_norm" if centered else "rms_norm")
 
@@ -195,7 +192,7 @@ def given(**arrays):
 # ---- backward ----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def backward(centered, _, saved, cotangents):
     """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the programs' sums.
 
@@ -206,7 +203,6 @@ def backward(centered, _, saved, cotangents):
     """
     (x, stats, *params, gate), (dy, ds) = saved, cotangents
     shapes, dtype = (x.shape, None if gate is None else gate.shape), dy.dtype
-    name = f"{name_of(centered, ds, gate)}_backward"
     original = given(**dict(zip(("weight", "bias", "x_bias"), params, strict=True)))
     x, dy, ds, gate, weight, *_ = flatten(x, params, (x, dy, ds, gate))
     t = choose_tiling("backward", x.shape, x.dtype)
@@ -215,14 +211,11 @@ def backward(centered, _, saved, cotangents):
     means = plgpu.SMEM((2, t.groups * (1 + centered), LINES), jnp.float32)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
-    dx, dgate, sums = launch(
-        functools.partial(_backward_tiles, centered, t, tuple(original)),
-        name,
-        t,
-        [like(x), like(gate), (sums,) * len(original)],
-        dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means),
-        gate,
-    )(x, dy, ds, gate, weight, tuple(stats))
+    types = like(x), like(gate), (sums,) * len(original)
+    scratch = dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means)
+    body = functools.partial(_backward_tiles, centered, t, tuple(original))
+    call = launch(body, f"{name_of(centered, ds, gate)}_backward", t, types, scratch, gate)
+    dx, dgate, sums = call(x, dy, ds, gate, weight, tuple(stats))
     pairs = zip(original.items(), sums, strict=True)
     of_params = {k: a.sum(1).reshape(w.shape).astype(w.dtype) for (k, w), a in pairs}
     dx = t.unview(dx).reshape(shapes[0])
@@ -250,22 +243,24 @@ def _backward_tiles(
         load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))
         stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
         dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
-        now = _Tile(centered, t, rows, dx, dgate, weight, stats)
+        # With a gate n and g are always kept, because the sigmoid takes longest.
+        keeps = t.keeps_operands or dgate is not None
+        now = _Tile(centered, t, keeps, rows, dx, dgate, weight, stats)
         first = _first_pass(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
         _second_pass(now, totals, *first)
         return totals
 
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
+    zeros = [mosaic.zeros(t.shape, t.layout) for _ in t.chunks]
+    totals = lax.fori_loop(0, steps, step, {k: list(zeros) for k in summed})
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
 
 
 class _Tile(NamedTuple):
-    """A tile of the backward pass."""
-
     centered: bool
     t: Tiling
+    keeps_operands: bool
     rows: dict[str, list]  # x, dy, perhaps ds, gate, in registers
     dx: Any
     dgate: Any  # or None
@@ -274,11 +269,6 @@ class _Tile(NamedTuple):
 
     def load(self, k, group, c):
         return self.rows[k][group][c].astype(jnp.float32)
-
-    @property
-    def keeps_operands(self) -> bool:
-        """As of the tiling; with a gate always, because the sigmoid takes longest."""
-        return self.t.keeps_operands or self.dgate is not None
 
     def operands(self, group, c):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
@@ -315,7 +305,6 @@ def _first_pass(now: _Tile, totals, means_smem):
 
 
 def _second_pass(now: _Tile, totals, kept, means):
-    """Writes dx."""
     for group in range(now.t.groups):
         for c in now.t.chunks:
             if now.keeps_operands:

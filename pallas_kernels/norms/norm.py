@@ -17,11 +17,7 @@ Everything is computed in float32 and rounded once at the end.  The variance tak
 the row in registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves r, and for layer
 norm the mean in two parts: 12 bytes for each row are cheaper than two more rounds of reductions.
 Each direction reads and writes every element once.
-
-kernels.py has the kernels; tiles.py decides which rows a block takes.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.norms.kernels import backward, forward
+from pallas_kernels.norms.kernels import backward, forward, given
 from pallas_kernels.norms.tiles import MAX_COLS, MAX_GATED_COLS
 from pallas_kernels.options import checked, with_gradient
 
@@ -91,11 +87,6 @@ def _run(centered, implementation, eps, *arrays):
     return y if arrays[3] is None else (y, s)  # without a residual
 
 
-layer_norm_reference, rms_norm_reference = (
-    functools.partial(op, implementation="xla") for op in (layer_norm, rms_norm)
-)
-
-
 @jax.custom_jvp
 def rsqrt(x):
     """1 / sqrt(x), whose gradient takes no r^3: float32 does not hold it for rows beyond 1e13."""
@@ -127,8 +118,7 @@ def _check(x, weight, bias, residual, x_bias, gate):
     """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
         raise ValueError("x has shape (), but needs the axis C that is normalised")
-    weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
-    weights = {name: w for name, w in weights.items() if w is not None}
+    weights = given(weight=weight, bias=bias, x_bias=x_bias)
     for name, w in weights.items():
         if w.shape != x.shape[x.ndim - w.ndim :]:
             raise ValueError(f"{name} has shape {w.shape}, not the last axes of x {x.shape}")

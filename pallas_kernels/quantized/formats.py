@@ -248,7 +248,7 @@ def _check_format(shape, bits, group, symmetric, format) -> None:
         raise ValueError(f"K={k}, N={n}: K is not a multiple of the {what}, {multiple}")
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@jax.jit(static_argnums=(1, 2, 3, 4))
 def _quantize(w, bits, group, symmetric, format):
     shape, w = w.shape, w.astype(jnp.float32)
     kept, places = _largest_two(w) if format == "2:4" else (None, None)

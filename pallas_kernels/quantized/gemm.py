@@ -64,20 +64,18 @@ _BYTES = 1500  # a clock, of these sums
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
-    m: int  # rows of x
     rows: int  # of a block
     sets: int  # of 128 columns n
     turns: int  # of K
     parts: int  # of a turn
     groups: int  # of a turn, or 1
-    grouped: bool  # otherwise one scale for each column
     step: int  # k of a packed step, or of the two of 8 bits in a block
     slots: int
     stages: int
     splits: int
     tiles: int  # of 16 n in a slot
-    back: bool = False  # dx, not y
-    group: int = 1  # k in a group, if `back` and `grouped`
+    back: bool  # dx, not y
+    group: int | None  # k in a group; None: one scale for each column
 
 
 def plan(
@@ -99,9 +97,8 @@ def plan(
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    grouped, step = weight.group is not None, max(weight.step, _BLOCK)
-    sizes = m, rows, sets, turns, parts, groups, grouped, step, slots, stages, splits, tiles
-    return ManyPlan(*sizes, back, weight.group or 1)
+    sizes = rows, sets, turns, parts, groups, max(weight.step, _BLOCK), slots, stages, splits
+    return ManyPlan(*sizes, tiles, back, weight.group)
 
 
 def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
@@ -123,8 +120,8 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
     width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
-    out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    return _product(x, weight, out, p)[: p.m, :columns]
+    out = jax.ShapeDtypeStruct((mosaic.cdiv(len(x), 8) * 8, width), jnp.bfloat16)
+    return _product(x, weight, out, p)[: len(x), :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
@@ -135,12 +132,12 @@ def has_gradient(weight: QuantizedWeight) -> bool:
 def sums(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p = plan(x.shape[0], weight)
-    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
+    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(len(x), p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     return _product(x, weight, out, p)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@jax.jit(static_argnums=(2, 3))
 def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
     x = mosaic.pad_axis(unpack.right_operand(x, weight.format), 0, 8)
     asymmetric = weight.offsets is not None
@@ -156,7 +153,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
             free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),
             done_bar=plgpu.Barrier(num_arrivals=_WGS),
         ),
-        **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
+        **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(len(x), p.rows)),
         num_threads=_WGS,
     )(*unpack.by_tile(weight), x)
 
@@ -204,10 +201,10 @@ def _fetch_words(p: ManyPlan, refs, i, turn):
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     if p.back:
         tile, part = turn * p.tiles, _columns() // _N * p.parts
-        group = lax.div(_columns(), jnp.int32(p.group))
+        group = lax.div(_columns(), jnp.int32(p.group or 1))
     else:
         tile, part, group = _columns() // COLUMNS, turn * p.parts, turn * p.groups
-    tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.grouped else zero, p.groups)
+    tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.group else zero, p.groups)
     unpack.send(ring, i, refs, tiles, pl.ds(part, p.parts), group)
 
 

@@ -62,8 +62,12 @@ class RowPlan(NamedTuple):
     bits: int
     format: Format
     group: int  # k in a group
+    groups: int  # of a step
+    rows: int  # of scales of a turn: one for each warp, or fewer if warps share a group
     turns: int
     wgs: int
+    even: bool  # all warpgroups have equally many turns
+    share: int  # turns of a warpgroup; the last of some are past the end
     ahead: int
     each: int  # weights of a block
     activation: str | None
@@ -71,40 +75,8 @@ class RowPlan(NamedTuple):
     staged: bool  # x is in shared memory
     late: bool  # the norm is a factor of the sums
     centered: bool
-
-    @property
-    def rows(self) -> int:
-        """The rows of scales of a turn: one for each warp, or fewer if warps share a group."""
-        return max(1, min(TURN, TURN * self.step // self.group))
-
-    @property
-    def groups(self) -> int:
-        """The groups of a step."""
-        return max(1, self.step // self.group)
-
-    @property
-    def x_layout(self) -> plgpu.Layout:
-        """Of (4, step) of x."""
-        # pyrefly: ignore[bad-return]
-        return _X_FOURS if self.format == "2:4" else _X
-
-    @property
-    def scales_layout(self) -> plgpu.Layout:
-        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
-        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
-        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
-        # pyrefly: ignore[bad-return]
-        return _TILED(tiling, warps, (-2, _Any(4)), -1)
-
-    @property
-    def even(self) -> bool:
-        """Whether all warpgroups have equally many turns."""
-        return self.turns % self.wgs == 0
-
-    @property
-    def share(self) -> int:
-        """The turns of a warpgroup; the last of some are past the end."""
-        return mosaic.cdiv(self.turns, self.wgs)
+    x_layout: Any  # of (4, step) of x
+    scales_layout: Any  # of (rows, 16 groups) scales; n = r and r + 8 are in a register
 
 
 def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> RowPlan:
@@ -115,11 +87,17 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     group = weight.group or turns * TURN * weight.step
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
-    ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
+    share = mosaic.cdiv(turns, wgs)
+    ahead = min(_AHEAD // each, share)
     late = norm is not None and not centered and norm[1] is None
     staged = norm is not None or turns * TURN * weight.step <= _STAGED
-    kind = weight.step, weight.bits, weight.format, group
-    return RowPlan(*kind, turns, wgs, ahead, each, activation, eps, staged, late, centered)
+    step, even = weight.step, turns % wgs == 0
+    groups, rows = max(1, step // group), max(1, min(TURN, TURN * step // group))
+    kind = step, weight.bits, weight.format, group, groups, rows, turns, wgs, even, share
+    options = ahead, each, activation, eps, staged, late, centered
+    warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[rows]
+    of_scales = _TILED(plgpu.Tiling(((rows, COLUMNS), (2,))), warps, (-2, _Any(4)), -1)
+    return RowPlan(*kind, *options, _X_FOURS if weight.format == "2:4" else _X, of_scales)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -131,9 +109,8 @@ def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
     return None
 
 
-@functools.partial(  # traced and lowered once for all layers
-    jax.jit, static_argnames=("dtypes", "eps", "centered", "activation")
-)
+# Traced and lowered once for all layers.
+@jax.jit(static_argnames=("dtypes", "eps", "centered", "activation"))
 def products(
     x, weights: tuple[QuantizedWeight, ...], biases, dtypes, *,
     norm=None, eps=0.0, centered=False, activation=None, residual=None,
@@ -145,69 +122,52 @@ def products(
     """
     p = plan(weights, activation, norm, eps, centered)
     wide = lambda a: None if a is None else mosaic.pad_axis(a, 0, COLUMNS)
-    arrays = [(w.words, w.scales, w.offsets, wide(b)) for w, b in zip(weights, biases, strict=True)]
-    parts = [arrays[i : i + p.each] for i in range(0, len(arrays), p.each)]
+    flat = lambda a: None if a is None else a.reshape(len(a), -1, p.groups * COLUMNS)
+    words = lambda w: w.words.reshape(*w.words.shape[:3], LANES * WORDS)
+    by_step = lambda w, bias: (words(w), flat(w.scales), flat(w.offsets), wide(bias))
+    own = [by_step(*pair) for pair in zip(weights, biases, strict=True)]
+    parts = [own[i : i + p.each] for i in range(0, len(own), p.each)]
     step, blocks = p.step, [len(part[0][0]) for part in parts]
-
-    def by_step(words, scales, offsets, bias):
-        flat = lambda a: None if a is None else a.reshape(len(a), -1, p.groups * COLUMNS)
-        words = words.reshape(*words.shape[:3], LANES * WORDS)
-        return _Weight(words, flat(scales), flat(offsets), bias)
-
-    smem = {}
-    if p.staged:
-        first_only = norm is not None and not p.late
-        smem = dict(
-            # By itself Mosaic (JAX 0.12) would swizzle tiles of four rows, and a store of more rows
-            # in another way than loads of four rows read them.
-            x_smem=plgpu.SMEM(
-                (p.turns * TURN, step),
-                jnp.bfloat16,
-                transforms=(plgpu.TilingTransform((TURN, step)),),
-            ),
-            norm_smem=plgpu.SMEM((p.wgs if p.late else 2, TURN), jnp.float32),
-            norm_bar=plgpu.Barrier(),
-            x_bar=plgpu.Barrier(num_arrivals=1 if first_only else p.wgs),
-        )
     scratch = dict(
         sums_smem=plgpu.SMEM((p.wgs, p.each, TURN * COLUMNS), jnp.float32),
         bar=plgpu.Barrier(num_arrivals=p.wgs),
-        **smem,
     )
+    if p.staged:
+        # By itself Mosaic (JAX 0.12) would swizzle tiles of four rows, and a store of more rows in
+        # another way than loads of four rows read them.
+        tiles = (plgpu.TilingTransform((TURN, step)),)
+        scratch |= dict(
+            x_smem=plgpu.SMEM((p.turns * TURN, step), jnp.bfloat16, transforms=tiles),
+            norm_smem=plgpu.SMEM((p.wgs if p.late else 2, TURN), jnp.float32),
+            norm_bar=plgpu.Barrier(),
+            x_bar=plgpu.Barrier(num_arrivals=p.wgs if norm is None or p.late else 1),
+        )
     line = lambda count, dtype: jax.ShapeDtypeStruct((count * COLUMNS,), dtype)
     types = list(map(line, blocks, dtypes))
     ys = mosaic.launch_parts(
         "quantized_linear_row", functools.partial(_part, p), p.wgs, scratch, blocks, types,
         mosaic.pad_axis(x, 0, p.turns * TURN * step).reshape(-1, step),
-        [[by_step(*arrays) for arrays in part] for part in parts],
+        parts,
         jax.tree.map(lambda a: a.astype(jnp.float32).reshape(-1, step), norm),
         wide(residual),
     )  # fmt: skip
     return [y[: w.shape[1]] for y, w in zip(ys, weights[:: p.each], strict=True)]
 
 
-class _Weight(NamedTuple):
-    words: Any
-    scales: Any
-    offsets: Any
-    bias: Any
-
-
-def _part(p: RowPlan, refs: mosaic.PartRefs, n):
-    """Block n of a part."""
+def _part(p: RowPlan, refs, n):
     wg = lax.axis_index("wg")
     turn = lambda i: i * p.wgs + wg
-    fetch = lambda i: [_fetch(p, weight, n, turn(i)) for weight in refs.weights]
+    fetch = lambda i: [_fetch(p, n, turn(i), *arrays) for *arrays, _ in refs.weights]
     fetched = [fetch(i) for i in range(p.ahead)]
     here = pl.ds(n * COLUMNS, COLUMNS)
     own = lambda ref: None if ref is None else mosaic.load(ref.at[here], _COLUMNS)
-    added = [own(w.bias) for w in refs.weights], own(refs.residual)  # before `_finish` waits
+    added = [own(bias) for *_, bias in refs.weights], own(refs.residual)  # before `_finish` waits
     if p.staged:
         if p.late or refs.norm is None:
             _bring(p, refs, wg)
         else:
             pl.when(wg == 0)(lambda: _normalize(p, refs))
-        plgpu.barrier_wait(refs.smem["x_bar"])
+        plgpu.barrier_wait(refs.x_bar)
 
     def advance(i, carry):
         (first, *others), accs = carry
@@ -219,8 +179,8 @@ def _part(p: RowPlan, refs: mosaic.PartRefs, n):
     for i, arrays in enumerate(fetched, p.share - p.ahead):
         accs = _multiply(p, refs, turn(i), arrays, accs)
     for i, acc in enumerate(accs):
-        mosaic.store(refs.smem["sums_smem"].at[wg, i], acc)
-    plgpu.barrier_arrive(refs.smem["bar"])
+        mosaic.store(refs.sums_smem.at[wg, i], acc)
+    plgpu.barrier_arrive(refs.bar)
     pl.when(wg == 0)(lambda: _finish(p, refs, here, *added))
 
 
@@ -228,21 +188,21 @@ def _existing(p: RowPlan, turn):
     return turn if p.even else jnp.minimum(turn, p.turns - 1)
 
 
-def _fetch(p: RowPlan, weight: _Weight, n, turn):
+def _fetch(p: RowPlan, n, turn, words, scales, offsets):
     """The words, scales and offsets of a turn; past the last turn, the last turn's again."""
-    turn, parts = _existing(p, turn), weight.words.shape[2]
+    turn, parts = _existing(p, turn), words.shape[2]
     steps = pl.ds(turn * TURN, TURN)
-    words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
+    loaded = [load_words(words.at[n, steps, i], parts) for i in range(parts)]
     shared = max(1, p.group // (TURN * p.step))  # turns with the same group
     groups = pl.ds(lax.div(turn, jnp.int32(shared)) * p.rows, p.rows)
-    rows = [a for a in (weight.scales, weight.offsets) if a is not None]
-    return words, [read(a.at[n, groups], p.scales_layout) for a in rows]
+    rows = [a for a in (scales, offsets) if a is not None]
+    return loaded, [read(a.at[n, groups], p.scales_layout) for a in rows]
 
 
-def _multiply(p: RowPlan, refs: mosaic.PartRefs, turn, fetched, accs):
+def _multiply(p: RowPlan, refs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
-    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.x_layout)
+    x = read((refs.x_smem if p.staged else refs.x).at[steps], p.x_layout)
     totals = [dot(p, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
     if p.even:
         return totals
@@ -250,7 +210,7 @@ def _multiply(p: RowPlan, refs: mosaic.PartRefs, turn, fetched, accs):
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
-def _bring(p: RowPlan, refs: mosaic.PartRefs, wg):
+def _bring(p: RowPlan, refs, wg):
     """Writes a warpgroup's share of the turns of x to shared memory.
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
@@ -276,15 +236,15 @@ def _bring(p: RowPlan, refs: mosaic.PartRefs, wg):
                 squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
             ys = [x * w for x, w in zip(xs, weights, strict=True)]
         for (turn, _), rows, y in zip(parts, at, ys, strict=True):
-            store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
+            store = functools.partial(mosaic.store, refs.x_smem.at[rows], y)
             store() if p.even else pl.when(turn < p.turns)(store)
     if squares:
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
-        mosaic.store(refs.smem["norm_smem"].at[wg], total)
-    plgpu.barrier_arrive(refs.smem["x_bar"])
+        mosaic.store(refs.norm_smem.at[wg], total)
+    plgpu.barrier_arrive(refs.x_bar)
 
 
-def _normalize(p: RowPlan, refs: mosaic.PartRefs):
+def _normalize(p: RowPlan, refs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.step // LANES)
     load = lambda ref: read(ref, layout).astype(jnp.float32)
@@ -294,24 +254,24 @@ def _normalize(p: RowPlan, refs: mosaic.PartRefs):
 
     def mean(x, slot):
         """The mean of all numbers, by way of the sums of the warps."""
-        part = refs.smem["norm_smem"].at[slot]
+        part = refs.norm_smem.at[slot]
         turns = [x[i * TURN : (i + 1) * TURN] for i in range(p.turns)]
         mosaic.store(part, jnp.sum(functools.reduce(jnp.add, turns), axis=1))
-        plgpu.barrier_arrive(refs.smem["norm_bar"])
-        plgpu.barrier_wait(refs.smem["norm_bar"])
+        plgpu.barrier_arrive(refs.norm_bar)
+        plgpu.barrier_wait(refs.norm_bar)
         return functools.reduce(jnp.add, [part[i] for i in range(TURN)]) * (1 / k)
 
     if p.centered:
         x = x - mean(x, 0)
     y = x * lax.rsqrt(mean(x * x, 1) + p.eps) * weight
-    mosaic.store(refs.smem["x_smem"], y if bias is None else y + bias)
-    plgpu.barrier_arrive(refs.smem["x_bar"])
+    mosaic.store(refs.x_smem, y if bias is None else y + bias)
+    plgpu.barrier_arrive(refs.x_bar)
 
 
-def _finish(p: RowPlan, refs: mosaic.PartRefs, here, biases, residual):
+def _finish(p: RowPlan, refs, here, biases, residual):
     """Adds the sums of the warps in order, then bias, activation and residual; stores."""
-    plgpu.barrier_wait(refs.smem["bar"])
-    smem = refs.smem["sums_smem"]
+    plgpu.barrier_wait(refs.bar)
+    smem = refs.sums_smem
     sums = lambda i: [
         read(smem.at[w, i, pl.ds(s * COLUMNS, COLUMNS)], _COLUMNS)
         for w in range(p.wgs)
@@ -319,7 +279,7 @@ def _finish(p: RowPlan, refs: mosaic.PartRefs, here, biases, residual):
     ]
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
     if p.late:
-        parts = [refs.smem["norm_smem"][w, i] for w in range(p.wgs) for i in range(TURN)]
+        parts = [refs.norm_smem[w, i] for w in range(p.wgs) for i in range(TURN)]
         k = p.turns * TURN * p.step
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]

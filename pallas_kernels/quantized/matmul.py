@@ -53,8 +53,7 @@ _MOST_SPLITS = 16
 class FewPlan(NamedTuple):
     """How a product is split; see the picture."""
 
-    m: int  # rows of x
-    rows: int  # with padding
+    rows: int  # of x, with padding
     sets: int  # of four tiles, 64 columns n
     turns: int  # of K
     span: int  # steps of a turn
@@ -68,7 +67,6 @@ class FewPlan(NamedTuple):
 
 
 def plan(m: int, weight: QuantizedWeight) -> FewPlan:
-    """The plan for M rows of x."""
     rows = next(r for r in (8, 16, 32, 64) if r >= m)
     asymmetric = weight.offsets is not None
     steps = max(1, _BLOCK // weight.step)  # packed steps of a step
@@ -88,14 +86,14 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
         wgs //= 2
     stages = min(_STAGES, room // wgs)
     splits = max(1, min(_BLOCKS // sets, turns // wgs, _MOST_SPLITS))
-    return FewPlan(m, rows, sets, turns, span, step, parts, groups, group, wgs, stages, splits)
+    return FewPlan(rows, sets, turns, span, step, parts, groups, group, wgs, stages, splits)
 
 
 @jax.jit
 def product(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p, x = plan(x.shape[0], weight), unpack.right_operand(x, weight.format)
-    if p.m > 8:
+    if len(x) > 8:
         x = mosaic.pad_axis(x, 0, 8)
     slots, asymmetric = p.wgs * p.stages, weight.offsets is not None
     return mosaic.kernel(
@@ -139,7 +137,6 @@ def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):
 
 
 def _ring(p: FewPlan, refs) -> Ring:
-    """The ring of this warpgroup."""
     return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
 
 

@@ -62,12 +62,8 @@ def quantized_linear(
     _check(x, weight, bias)
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
-    forms = ONE_ROW if _row_count(x) == 1 else FORMS
+    forms = ONE_ROW if x.size == weight.shape[0] else FORMS
     return dispatch.run("quantized_linear", forms, implementation, x, weight, bias, dtype=dtype)
-
-
-def _row_count(x) -> int:
-    return x.size // max(x.shape[-1], 1)
 
 
 def _rows(x, weight, bias, *, dtype, kernel=True):
@@ -81,7 +77,7 @@ def why_not(x, weight, bias=None, **options) -> str | None:
         return "the weight is plain, and XLA has cuBLASLt for it"
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
-    if (rows := _row_count(x)) > MOST_ROWS:
+    if (rows := x.size // max(x.shape[-1], 1)) > MOST_ROWS:
         return f"rows={rows} are more than {MOST_ROWS}"
     return mosaic.empty(x=x)
 
@@ -99,8 +95,8 @@ def _product(x, weight, bias, dtype, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (bias,), (dtype,))[0][None]
-    bare = bias is None and dtype == x.dtype
-    if kernel and bare and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
+    bare, many = bias is None and dtype == x.dtype, len(x) > matmul.MAX_ROWS
+    if kernel and bare and many and gemm.plan(x.shape[0], weight).splits == 1:
         return gemm.linear(x, weight)
     wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
@@ -108,7 +104,7 @@ def _product(x, weight, bias, dtype, kernel: bool):
     elif not kernel:
         y = jnp.matmul(x, _dense(weight, x), preferred_element_type=wide)
     else:
-        parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
+        parts = gemm.sums(x, weight) if many else matmul.product(x, weight)
         y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
         y = y[: weight.shape[1], : x.shape[0]].T
     return mosaic.plus(y, bias).astype(dtype)
@@ -141,10 +137,6 @@ def quantize_rows(x, dtype):
     return (jnp.round(v) if integer else v).astype(dtype), scales
 
 
-def _many(x) -> bool:
-    return x.shape[0] > matmul.MAX_ROWS
-
-
 def _forward(x, weight, bias, dtype, kernel):
     like = x[:0], None if bias is None else bias[:0]
     return _product(x, weight, bias, dtype, kernel), (weight, *like)
@@ -155,7 +147,7 @@ def _backward(dtype, kernel, saved, dy):
     wide = mosaic.stat_dtype(like.dtype)
     dbias = None if bias is None else dy.astype(wide).sum(0).astype(bias.dtype)
     dy = dy.astype(like.dtype)
-    if kernel and _many(dy) and gemm.has_gradient(weight):
+    if kernel and len(dy) > matmul.MAX_ROWS and gemm.has_gradient(weight):
         return gemm.linear(dy, weight, back=True), None, dbias
     return jnp.matmul(dy, _dense(weight, dy).T), None, dbias
 

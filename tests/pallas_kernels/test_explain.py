@@ -93,6 +93,16 @@ def test_calls_that_the_benchmark_does_not_have(d):
 
 
 @on_cpu
+def test_an_op_that_the_benchmark_does_not_have():
+    """vlstm_step was refused: "is not one of" the ops."""
+    row, gate = like("bfloat16", 2, 3, 64), like("float32", 2, 3)
+    state = like("float32", 2, 3, 64, 64), like("float32", 2, 3, 64), gate
+    found = explain("vlstm_step", row, row, row, gate, gate, state)
+    assert found.decision.runs == "xla"
+    assert found.parts[0].bytes == 4 * 2 * 6 * 64 + 4 * (2 * 6 + 2 * (6 * 64**2 + 6 * 64 + 6))
+
+
+@on_cpu
 @pytest.mark.parametrize("vocabulary", [4, 1000])
 def test_an_encoder_reads_the_rows_that_it_needs(vocabulary):
     """Where a table of positions is longer than the text, the benchmark has no such call."""

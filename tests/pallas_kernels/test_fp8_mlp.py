@@ -11,17 +11,26 @@ from kernel_checks import check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch
 from pallas_kernels.activations import activation, feed_forward
-from pallas_kernels.activations.feed_forward import mlp, mlp_reference
+from pallas_kernels.activations.activation import gelu_reference, swiglu_reference
+from pallas_kernels.activations.feed_forward import mlp
+from pallas_kernels.float8.linear import fp8_linear_reference
 from pallas_kernels.float8.quantize import norms
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 KINDS = ["swiglu", "gelu"]
 fp8_mlp = functools.partial(mlp, precision="fp8")
-fp8_mlp_reference = functools.partial(mlp_reference, precision="fp8")
 KERNELS = {
     "swiglu": ["fp8_maximum", "quantize_fp8", "swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"],
     "gelu": ["quantize_fp8", "gelu_fp8", "gelu_backward_fp8"],
 }
+
+
+def fp8_mlp_reference(x, up, down, *, gate=None, bias=None):
+    """The formula in jnp, of the rounded operands of fp8_linear_reference."""
+    times = fp8_linear_reference
+    if gate is None:
+        return times(gelu_reference(times(x, up), bias), down).astype(x.dtype)
+    return times(swiglu_reference(times(x, gate), times(x, up)), down).astype(x.dtype)
 
 
 def of(op, kind):

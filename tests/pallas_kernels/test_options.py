@@ -52,7 +52,9 @@ def test_every_kind_of_number_is_converted(op, kind):
         (dict(window=0), "window=0 needs causal=True and at least 1 key"),
         (dict(softcap=float("nan")), "softcap=nan is not a finite number"),
         (dict(scale=1e39), "scale=1e[+]39 is not a finite number of float32"),
-        (dict(scale=-(10**400)), "scale=-1000"),
+        (dict(scale=-(10**400)), r"scale=\(an integer of 1329 bits\) is not a finite number"),
+        # Python's own error named neither the option nor the limit.
+        (dict(window=10**5000), r"window=\(an integer of 16610 bits\) is not a whole number"),
         # tanh(z / softcap) of a number that float32 rounds to 0: every logit was 0, or NaN
         (dict(softcap=1e38), r"softcap=1e[+]38 must be positive: from 2\^-100 to 2\^100"),
         (dict(softcap=1e-40), "softcap=1e-40 must be positive"),
@@ -87,6 +89,18 @@ def test_what_no_array_is(op, name):
             refused = f"^{name} must be a tuple or list of arrays, not "
         with pytest.raises(ValueError, match=refused):
             op(**others | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("fp8_linear", "row_norm"), ("mlp", "row_norm"), ("linear_cross_entropy", "scale")],
+)
+def test_a_number_for_an_array_is_one_of_float32(op, name):
+    """JAX raised OverflowError."""
+    op = getattr(ops, op)
+    others = {other: jnp.ones(2) for other in arrays_of(op) if not takes_several(op, other)}
+    with pytest.raises(ValueError, match=rf"^{name}=\(an integer of 1329 bits\) is not a finite"):
+        op(**others | {name: 10**400})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from kernel_checks import ON_GPU, check_op, names_in, normal
 from vlstm_twins import assert_same_bits, with_gradients
 
 from pallas_kernels import Packed, dispatch, layer_norm, vlstm
-from pallas_kernels.norms.norm import layer_norm_reference
 
 NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward"))
 CELL = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")
@@ -44,7 +43,7 @@ def reference(qkvo, i, f, weight, *, dqk, **options):
     q, k, v, o = (x.reshape(*x.shape[:2], heads, -1) for x in parts)
     h = vlstm(q, k, v, i, f, chunk_size=64, implementation="xla", **options)
     h = jax.lax.optimization_barrier(h)  # XLA for GPUs would not round it before the norm
-    return layer_norm_reference(h, weight, gate=o, eps=1e-6)
+    return layer_norm(h, weight, gate=o, eps=1e-6, implementation="xla")
 
 
 @pytest.mark.parametrize(
