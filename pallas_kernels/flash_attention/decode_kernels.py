@@ -60,11 +60,6 @@ class DecodePlan(NamedTuple):
     appends: bool  # the newest position is not in the cache yet
 
     @property
-    def factor(self) -> float:
-        """What makes logits in base 2 of `masks.capped` scores."""
-        return masks.unit(self.scale, self.softcap)
-
-    @property
     def rows(self) -> int:
         """Queries of a kv head, at most 64."""
         return self.t * self.group
@@ -112,7 +107,7 @@ class DecodeBlock(NamedTuple):
 
 def weights_of(b: DecodeBlock, x, tile, m, l):
     """`online_softmax` of a tile x = q k^T, with -inf where a row does not see a key."""
-    p, x = b.p, masks.capped(x, b.p.scale, b.p.softcap)
+    p, x = b.p, masks.logits(x, b.p.scale, b.p.softcap)[0]
     last = b.length - 1 + p.appends  # the last position; the first one is T - 1 before
     crosses = tile * KEYS + KEYS - 1 > last - (p.t - 1) - p.appends
     if p.window is not None:
@@ -126,7 +121,7 @@ def weights_of(b: DecodeBlock, x, tile, m, l):
         x = jnp.where(key <= place - p.appends, x, -jnp.inf)
         return x if p.window is None else jnp.where(place - key < p.window, x, -jnp.inf)
 
-    return masks.online_softmax(lax.cond(crosses, mask, lambda x: x, x), p.factor, m, l)
+    return masks.online_softmax(lax.cond(crosses, mask, lambda x: x, x), m, l)
 
 
 def prepare(p: DecodePlan, name: str, body, batch: int, heads: int, result, scratch, **parameters):
@@ -243,7 +238,7 @@ def _body(b: DecodeBlock, o_ref, lse_ref):
         q_smem[0] = _rotated(b, q.astype(jnp.float32)).astype(p.dtype)
         plgpu.commit_smem()
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
-    o, lse = masks.finish(o, m, l, p.factor, blind=True)
+    o, lse = masks.finish(o, m, l, blind=True)
     mosaic.store_tile(o, o_smem.at[0], o_ref.at[b.batch, b.split, b.head, rows])
     if lse_ref is not None:
         mosaic.store(lse_ref.at[b.batch, b.split, b.head], lse)
@@ -318,10 +313,9 @@ def _start(b: DecodeBlock, o_acc, m):
     """The softmax over the newest position alone: O; returns the logit and the sum of each row."""
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
-    x = masks.capped(x, b.p.scale, b.p.softcap)
-    factors = masks.factor_of(x * b.p.factor, b.p.factor)
-    m = jnp.maximum(m, x * factors)
-    l = jnp.exp2(x * factors - m)  # about 1, but 0 for a logit of -inf, and NaN for inf and NaN
+    x = lax.optimization_barrier(masks.logits(x, b.p.scale, b.p.softcap)[0])
+    m = jnp.maximum(m, x)
+    l = jnp.exp2(x - m)  # 1, but 0 for a logit of -inf, and NaN for inf and NaN
     o_acc[...] = along(l, q.shape, 0) * along(_new(b, 1), q.shape, 1)
     return m, l
 

@@ -25,6 +25,7 @@ values.  masks.py says which tiles a block visits and masks; schedule.py which b
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,11 @@ from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, schedule, steps
 from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
 from pallas_kernels.flash_attention.steps import Item, Operand
-from pallas_kernels.mosaic import COL, ROW, ROWS, along
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
 LEAP = 8.0  # how far logits in base 2 may exceed what their row's weights refer to
+LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
@@ -197,9 +199,10 @@ def mask(w: Worker, i: Item, x, n):
 
 
 def scores(w: Worker, i: Item, x, n, masked):
-    """`masks.capped` of step n's Q K^T, with -inf where masked; the tile of keys is free then."""
+    """Step n's Q K^T, with -inf where masked; the tile of keys is free then."""
     s = w.schedule
-    x = masks.capped(x, s.scale, s.softcap)
+    if s.softcap is not None:
+        x, _ = masks.logits(x, s.scale, s.softcap)
     if not s.packed:
         keys_of(w).ring.release(n)
     if masked is True:
@@ -209,6 +212,27 @@ def scores(w: Worker, i: Item, x, n, masked):
     if s.packed:
         keys_of(w).ring.release(n)
     return x
+
+
+def unit(s: Schedule) -> float:
+    """What makes logits in base 2 of `scores`."""
+    return s.scale * LOG2E if s.softcap is None else 1.0
+
+
+def factor_of(s: Schedule, logit):
+    """The same for rows whose largest logit is known.
+
+    x factor - m is one multiply-add, which does not round the product, as m was rounded.  At logits
+    of 2^30 it leaves up to 64 of two equal numbers, and exp2 of that is no float16.  From LARGE on
+    the factor is therefore a power of two, which rounds nothing: different scores are so far apart
+    there that only the largest has a weight.
+    """
+    return jnp.where(abs(logit) < LARGE, unit(s), 2.0 ** math.ceil(math.log2(unit(s))))
+
+
+def above(x, factor, m):
+    """Logits of scores x less m of their row: one multiply-add an element."""
+    return x * along(factor, x.shape, 0) - along(m, x.shape, 0)
 
 
 def by_thread(f, x):
@@ -230,26 +254,26 @@ def softmax(s: Schedule, x, m, l, o):
     A row decides for itself, so its bits depend on no other row.
     """
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
-    state = m, masks.factor_of(m, s.factor), l, o
+    state = m, factor_of(s, m), l, o
 
-    def follow(m, factors, l, o):
-        largest = jnp.max(seen, axis=1)
-        rises = largest * factors > m + LEAP
-        top = largest * s.factor
-        factors = jnp.where(rises, masks.factor_of(top, s.factor), factors)
-        new = jnp.where(rises, largest * factors, m)
-        alpha = jnp.where(rises, masks.rescaling(m, new, top), 1)
+    def follow(m, factor, l, o):
+        top = jnp.max(seen, axis=1)
+        rises, logit = top * factor > m + LEAP, top * unit(s)
+        factor = jnp.where(rises, factor_of(s, logit), factor)
+        new = jnp.where(rises, top * factor, m)
+        # In the units of m, or if these are a power of two, in the new ones.
+        alpha = jnp.exp2(m - jnp.where(rises & (abs(m) < LARGE), logit, new))
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
-        return new, factors, l, o * along(alpha, o.shape, 0)
+        return new, factor, l, o * along(alpha, o.shape, 0)
 
-    def weigh(m, factors, l, o):
-        p = jnp.exp2(masks.above(x, factors, m))
+    def weigh(m, factor, l, o):
+        p = jnp.exp2(above(x, factor, m))
         l = l + sums(s, p)
         # Without the barrier P would be rounded after the branch.
         return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
     early = weigh(*state) if weighs_early(s) else None
-    leaps = mosaic.any_above(masks.above(seen, state[1], m), LEAP)
+    leaps = mosaic.any_above(above(seen, state[1], m), LEAP)
     if early:
         return lax.cond(leaps, lambda *_: weigh(*follow(*state)), lambda *same: same, *early)
     return weigh(*lax.cond(leaps, follow, lambda *same: same, *state))
@@ -267,10 +291,10 @@ def first_step(w: Worker, i: Item):
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, i.first, s.masks_first)
-    largest = jnp.max(x, axis=1)
-    factors = masks.factor_of(largest * s.factor, s.factor)
-    m = jnp.maximum(largest * factors, masks.LOWEST)
-    p = jnp.exp2(masks.above(x, factors, m))
+    top = jnp.max(x, axis=1)
+    factor = factor_of(s, top * unit(s))
+    m = jnp.maximum(top * factor, masks.LOWEST)
+    p = jnp.exp2(above(x, factor, m))
     return p.astype(s.dtype), m, sums(s, p)
 
 
@@ -334,8 +358,8 @@ def store(w: Worker, i: Item, o, m, l):
     row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     row += w.wg * ROWS
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
-    blind = masks.some_rows_see_nothing(s.visits.window, s.packed)
-    o, lse = masks.finish(o, m, l, s.factor, blind=blind)
+    m = jnp.where(abs(m) < LARGE, m, m * (unit(s) / factor_of(s, LARGE)))
+    o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
     schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row, head)

@@ -171,12 +171,8 @@ def add_tile(smem, carry, load_v, load_next_k, weigh):
 
 
 def forward_step(b: Block, n, carry):
-    s, tile = b.w.schedule, b.high - 1 - n
-
-    def weigh(x, m, l):
-        x = mask(b, tile, masks.capped(x, s.scale, s.softcap))
-        return masks.online_softmax(x, s.factor, m, l)
-
+    tile = b.high - 1 - n
+    weigh = lambda x, m, l: masks.online_softmax(scores(b, tile, x)[0], m, l)
     load_next_k = lambda: pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
     return add_tile(b.w.smem, carry, lambda: load_keys(b, "v", tile), load_next_k, weigh)
 
@@ -189,7 +185,7 @@ def forward_body(w: Worker):
     o, m, l = lax.fori_loop(0, b.high - b.low, functools.partial(forward_step, b), nothing)
     # Divide O by the sums, and store it and the log-sum-exp.
     blind = masks.some_rows_see_nothing(s.visits.window, s.packed, s.block)
-    o, lse = masks.finish(o, m, l, s.factor, blind=blind)
+    o, lse = masks.finish(o, m, l, blind=blind)
     ampere.meet()  # all have multiplied with Q, whose place O takes
     smem.q[...] = o.astype(s.dtype)
     ampere.meet()
@@ -222,8 +218,7 @@ def decode_body(b, weigh, o_ref, lse_ref):
     nothing = mosaic.zeros(smem.q.shape, WGMMA), *masks.no_keys(rows)
     o, m, l = lax.fori_loop(b.low, b.high, step, nothing)
     ampere.wait()  # for Q, which nobody has waited for if there are no keys
-    results = masks.finish(o, m, l, b.p.factor, blind=True)
-    for ref, x in zip((o_ref, lse_ref), results, strict=True):
+    for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
         if ref is not None:
             mosaic.store(ref.at[b.batch, b.split, b.head], x)
 

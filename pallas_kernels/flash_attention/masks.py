@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 LOWEST = -3e38  # the running maximum before any key: finite, as -inf - (-inf) is no number
-LARGE = 2.0**24  # logits in base 2 from which on a multiply-add is off by one and more
 LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
 
 
@@ -153,16 +153,6 @@ def logits(s, scale, softcap):
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
 
 
-def unit(scale, softcap) -> float:
-    """What makes logits in base 2 of `capped` scores."""
-    return scale * LOG2E if softcap is None else 1.0
-
-
-def capped(x, scale, softcap):
-    """Scores, or with a softcap logits in base 2."""
-    return x if softcap is None else logits(x, scale, softcap)[0]
-
-
 def d_scores(p, dp, slope):
     """dS = P dP, of dP less delta; slope: of `logits`."""
     ds = p * dp
@@ -175,48 +165,25 @@ def no_keys(rows: int):
     return row(LOWEST), row(0)
 
 
-def factor_of(logit, factor: float):
-    """What makes logits of the scores of rows whose largest logit is known: the factor, but from
-    LARGE on the next power of two.
-
-    x factor - m is one multiply-add, which does not round the product, as m was rounded.  At logits
-    of 2^30 it leaves up to 64 of two equal numbers, and exp2 of that is no float16.  A power of two
-    rounds nothing, and only the largest score has a weight there, whatever multiplies it.
-    """
-    return jnp.where(jnp.abs(logit) < LARGE, factor, 2.0 ** math.ceil(math.log2(factor)))
-
-
-def above(x, factors, m):
-    """Logits of scores x less m of their row: one multiply-add an element."""
-    return x * mosaic.along(factors, x.shape, 0) - mosaic.along(m, x.shape, 0)
-
-
-def rescaling(m, m_new, top):
-    """What takes sums of weights that refer to m to m_new, of a row whose largest logit is top."""
-    return jnp.exp2(m - jnp.where(jnp.abs(m) < LARGE, jnp.maximum(m, top), m_new))
-
-
-def online_softmax(x, factor: float, m, l):
-    """(weights, m', l', alpha) of scores x.
+def online_softmax(x, m, l):
+    """(weights, m', l', alpha) of logits x in base 2.
 
     m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: rescales
     what has been summed so far.
     """
-    largest = jnp.max(x, axis=1)
-    top = largest * factor
-    m_new = jnp.maximum(m, largest * factor_of(top, factor))
-    alpha = rescaling(m, m_new, top)
-    p = jnp.exp2(above(x, factor_of(m_new, factor), m_new))
+    x = lax.optimization_barrier(x)  # rounded as its maximum is (forward.factor_of says why)
+    m_new = jnp.maximum(m, jnp.max(x, axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(x - mosaic.along(m_new, x.shape, 0))
     return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
-def finish(o, m, l, factor: float, *, blind: bool):
+def finish(o, m, l, *, blind: bool):
     """(O over the sums, log-sum-exp).  blind: rows may have seen no key, which get 0 and -inf."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
-    lse = m * (factor / LOG2E / factor_of(m, factor)) + jnp.log(l)
-    return o * mosaic.along(inverse, o.shape, 0), lse
+    return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
 
 
 def visible(x, visits: Visits, row, column, ids=None):

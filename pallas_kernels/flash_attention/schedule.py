@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.flash_attention import masks
 from pallas_kernels.flash_attention.masks import Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
 
@@ -75,11 +74,6 @@ class Schedule(NamedTuple):
     scale: float
     softcap: float | None
     packed: bool  # there are segments
-
-    @property
-    def factor(self) -> float:
-        """What makes logits in base 2 of `masks.capped` scores."""
-        return masks.unit(self.scale, self.softcap)
 
     @property
     def sets(self) -> int:
