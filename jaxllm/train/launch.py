@@ -252,8 +252,13 @@ def kernel_summary() -> str:
     return f"all ops run on XLA: {why}"
 
 
-def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> RunLog | SilentLog:
-    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
+def open_log(
+    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, saved: dict
+) -> RunLog | SilentLog:
+    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log.
+
+    saved: the page of the checkpoint of step `start`, or {}.
+    """
     if jax.process_index() != 0:
         return SilentLog(out_dir, start)
     config, tokenizer = trainer.config, dataset.tokenizer
@@ -282,4 +287,4 @@ def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> R
         emit(f"tracker  wandb, {tracker.where}")
     peak = peak and peak * trainer.mesh.size
     flops = flops_per_token(config.model, config.train.seq_len) * tokens
-    return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker)
+    return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker, saved)

@@ -187,12 +187,12 @@ class Run:
         self.clock = StepClock(self._record)
         self.trace = StepTrace(span, out_dir / "profile", self.clock)
         try:
-            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, saved)
         except OSError as e:
             raise InputError(f"cannot write to {e.filename or out_dir}: {e.strerror}") from e
         self.tokenizer = tokenizer_digest(out_dir)
-        if (lost := saved.get("rows", 0) - self.log.rows) > 0:
-            self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
+        if self.log.damage:
+            self.log.message(f"resume   metrics.jsonl is damaged: {self.log.damage}")
 
     def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
         """Trains to the last step or a signal; returns the exit status, None to roll back.
@@ -360,7 +360,7 @@ class Run:
             "config": self.config.model_dump(),
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
-            "rows": self.log.rows,
+            **self.log.state(),
             **self.tokenizer,
         }
         if self.base is not None:
