@@ -295,16 +295,27 @@ class SilentLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, if it exists; skips a truncated line and what is not a row."""
+    """The rows of a metrics.jsonl, if it exists; skips a truncated line and what is not a row.
+
+    Of a damaged file, which may hold anything, steps are ints below 2^31, samples texts, and all
+    other values numbers or None.
+    """
     rows, text = [], path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < 2**31:
+            rows.append({key: value for key, value in row.items() if _is_value(key, value)})
     return rows
+
+
+def _is_value(key: str, value) -> bool:
+    if key == "sample":
+        return isinstance(value, str)
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
 
 
 def _damage(lines: list[bytes], saved: dict) -> str | None:
@@ -323,9 +334,8 @@ def keys_at(step: int, rows: list[dict]) -> set[str]:
 
 def seconds_of(rows: list[dict]) -> float:
     """Seconds that a run has trained in all its processes, without compilation; 0 if unknown."""
-    times = (row.get("seconds") for row in rows)
-    # A damaged file may hold anything, and a timedelta at most 1e13 seconds.
-    return max((t for t in times if isinstance(t, int | float) and 0 <= t < 1e10), default=0)
+    times = (row.get("seconds") or 0 for row in rows)
+    return max((t for t in times if 0 <= t < 1e10), default=0)  # a timedelta takes at most 1e13
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
