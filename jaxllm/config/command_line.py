@@ -58,6 +58,8 @@ def _path(text: str) -> Path:
 
 
 _TYPES = {"N": int, "I": int, "X": float} | dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
+_TEXTS = "TEXT STRING NAME NAME,... PATH NAME_OR_PATH COUNTxKIND HOST:PORT".split()
+_TYPES |= dict.fromkeys(_TEXTS, str)
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,8 +73,7 @@ class Parser(argparse.ArgumentParser):
     def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
         """Adds an option as --help lists it: "--step N", or the flag "--chat".
 
-        The word for the value says its type, as _TYPES has it (else text), or lists its choices:
-        "a|b".
+        The word for the value says its type, as _TYPES has it, or lists its choices: "a|b".
         help: ends with the default, if there is one.
         among: a group of options that exclude each other.
         """
@@ -80,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         if "|" in value:
             options["choices"] = value.split("|")
         elif value:
-            options |= {"type": _TYPES.get(value, str), "metavar": value}
+            options |= {"type": _TYPES[value], "metavar": value}
         else:
             options["action"] = "store_true"
         if "default" in options and "action" not in options:

@@ -31,18 +31,15 @@ class _FeedForward(Layer):
         d_model: int,
         d_ff: int,
         *,
-        std: float = 0.02,
-        out_std: float | None = None,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         gated = self.activation == "swiglu"
         linear = partial(linear, bias=not gated, implementation=implementation, rngs=rngs)
-        self.gate = linear(d_model, d_ff, name="gate_proj", std=std) if gated else None
-        self.up = linear(d_model, d_ff, name="up_proj", std=std)
-        out_std = std if out_std is None else out_std
-        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std)
+        self.gate = linear(d_model, d_ff, name="gate_proj") if gated else None
+        self.up = linear(d_model, d_ff, name="up_proj")
+        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS)
         self.implementation = implementation
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
