@@ -241,10 +241,7 @@ class Linear(Layer):
         if not jnp.issubdtype(x.dtype, jnp.floating):  # the weight would be cast to it
             raise ValueError(f"x is {x.dtype}: cast it to bfloat16, float16 or float32")
         if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x has {x.shape[-1]} columns, and this Linear takes {self.in_features}"
-                " (in_features)"
-            )
+            raise ValueError(f"x has {x.shape[-1]} columns, not in_features={self.in_features}")
 
     @property
     def held(self) -> Weight:

@@ -84,11 +84,7 @@ class MLP(_FeedForward):
     def __call__(
         self, x: Float[Array, "B T C"], *, add_bias: bool = True, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
-        """Applies the layer.
-
-        add_bias: False leaves the bias of `down` to the next op.
-        norm: the norm that x is a result of, as for Linear.
-        """
+        """Applies the layer; add_bias (False leaves the bias of `down`) and norm as for Linear."""
         if self._joins(x):
             y, bias = self._whole(x, norm), self.down.bias
             return plus(y, bias[...]) if add_bias and bias is not None else y

@@ -59,13 +59,9 @@ class Block(Layer):
     def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
         """mixer: {its name, attention or vlstm: what makes it}."""
         ((self.mixer, make_mixer),) = mixer.items()
-        linear = partial(
-            Linear,
-            std=STD,
-            rows_std=STD / math.sqrt(2 * config.n_layers),  # 2 L branches add up on the stream
-            fp8=fp8,
-            lora=getattr(config, "lora", None),
-        )
+        rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
+        lora = getattr(config, "lora", None)
+        linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
         options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()
         setattr(self, self.mixer, make_mixer(**options))

@@ -81,10 +81,7 @@ def base_of(weights):
 
 
 def make_trainer(config: Config, mesh: Mesh, weights) -> Trainer:
-    """The trainer of a model that fits the devices; raises InputError if it does not.
-
-    weights: the result of `open_initial_weights`.
-    """
+    """The trainer, with `open_initial_weights`'s result; InputError if the model does not fit."""
     packing = weights and base_of(weights).packing
     estimate.check_fits(config, mesh, packing)
     return Trainer(config, mesh, packing)
@@ -255,10 +252,7 @@ def kernel_summary() -> str:
 def open_log(
     trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, saved: dict
 ) -> RunLog | SilentLog:
-    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log.
-
-    saved: the page of the checkpoint of step `start`, or {}.
-    """
+    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog(out_dir, start)
     config, tokenizer = trainer.config, dataset.tokenizer

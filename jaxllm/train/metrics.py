@@ -292,12 +292,10 @@ class SilentLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, if it exists; skips a truncated line and what is not a row.
-
-    Of a damaged file, which may hold anything, steps are ints below 2^31, samples texts, and all
-    other values numbers or None.
-    """
+    """The rows of a metrics.jsonl, if it exists; skips whatever a damaged file may hold instead."""
     rows, text = [], path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    number = lambda x: x is None or (isinstance(x, int | float) and abs(x) < 1e300)
+    fits = lambda key, x: isinstance(x, str) if key == "sample" else number(x)
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -305,14 +303,8 @@ def read_metrics(path: Path) -> list[dict]:
             continue
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is int and 0 <= step < 2**31:
-            rows.append({key: value for key, value in row.items() if _is_value(key, value)})
+            rows.append({key: x for key, x in row.items() if fits(key, x)})
     return rows
-
-
-def _is_value(key: str, value) -> bool:
-    if key == "sample":
-        return isinstance(value, str)
-    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
 
 
 def _damage(lines: list[bytes], saved: dict) -> str | None:

@@ -67,20 +67,12 @@ class LoadedRun:
             self.about = read_json(folder / "run.json", optional=True)
             self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
             self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
-            self.tokens = self._positive("tokens_per_step")
         except (InputError, TypeError, AttributeError) as e:
             raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
-
-    def _positive(self, key: str) -> Any:
-        """A number of run.json, or None if it has none."""
-        value = self.about.get(key)
-        return value if isinstance(value, int | float) and 0 < value < 1e30 else None
-
-    @property
-    def bits(self) -> float | None:
-        """Bits per byte of text for a loss of 1 nat per token, or None if unknown."""
-        each = self._positive("bytes_per_token")
-        return each and 1 / (math.log(2) * each)
+        numbers = {k: x for k, x in self.about.items() if isinstance(x, int | float)}
+        known: dict[str, Any] = {k: x for k, x in numbers.items() if 0 < x < 1e30}
+        self.tokens, each = known.get("tokens_per_step"), known.get("bytes_per_token")
+        self.bits = each and 1 / (math.log(2) * each)  # per byte, for a loss of 1 nat per token
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row with the key."""
