@@ -186,6 +186,16 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == step - 3
 
 
+def test_a_run_whose_model_is_not_finite_does_not_end_well(tiny, tmp_path, capsys):
+    """It ended with status 0, and saved a model of NaN as its newest checkpoint."""
+    more = ["--optimizer.name", "muon", "--optimizer.muon_learning_rate", "1e30"]
+    more += ["--train.steps", "3", "--train.checkpoint_every", "1"]
+    assert train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "x"), *more]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: the run ends at a loss of nan; first not finite: blocks.0"), last
+    assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == 1
+
+
 def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
     run = Run.__new__(Run)
     run.config, run.samples, run.start = configs.load(str(tiny), {"train.skip_spikes": "6"}), 80, 10
