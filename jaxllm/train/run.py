@@ -339,10 +339,8 @@ class Run:
         batches.close()
         with jax.set_mesh(self.mesh):
             layer = first_not_finite(self.trainer.graph, self.whole, **batch)
-        return (
-            f"first not finite: {layer}; lower optimizer.learning_rate, or resume from an older"
-            " checkpoint"
-        )
+        fix = "lower optimizer.learning_rate, or resume from an older checkpoint"
+        return f"first not finite: {layer}; {fix}"
 
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size
