@@ -90,13 +90,49 @@ class Parser(argparse.ArgumentParser):
         action = (among or self).add_argument(name, *hyphens, help=help, **options)
         action.option_strings = action.option_strings[:1]  # --help lists only this spelling
 
+    def parse_known_args(self, args=None, namespace=None):
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def overrides(self, words: list[str], first: str | None = None) -> dict[str, str]:
+        """Parses --section.key VALUE and --section.key=VALUE into {"section.key": value}.
+
+        first: the option that a lone first word seems to belong to.
+        """
+        overrides = {}
+        rest = iter(words)
+        for word in rest:
+            key, equals, value = word.removeprefix("--").partition("=")
+            if not word.startswith("--") or not key:
+                hint = "a value follows its --section.key"
+                if first and not overrides:
+                    hint = f"write {first} {word}"
+                elif os.path.exists(word):
+                    hint = GLOB
+                raise InputError(f"unexpected argument {word}; {hint}")
+            if "." not in key and self._meant(word):
+                self.error(f"unrecognized arguments: {word}")
+            if not equals:
+                value = next(rest, None)
+                if value is None or (value.startswith("--") and "." in value):
+                    raise InputError(f"--{key} needs a value")
+            overrides[key.replace("-", "_")] = value
+        return overrides
+
+    def _meant(self, word: str) -> list[str]:
+        """The option that a misspelt one resembles, or none."""
+        known = self._option_string_actions
+        return difflib.get_close_matches(re.split("[ =]", word)[0], known, 1, cutoff=0.7)
+
     def error(self, message):
+        if "are required: " in message:  # perhaps because one of them is misspelt
+            options = [x for x in self.words if re.fullmatch(r"--[^.]+", x.partition("=")[0])]
+            odd = (x for x in options if x.partition("=")[0] not in self._option_string_actions)
+            message = next((f"unrecognized arguments: {x}" for x in odd), message)
         kind, _, words = message.partition("unrecognized arguments: ")
         if not kind and words and all(map(os.path.exists, words.split())):
             message += f"; {GLOB}"
-        elif near := difflib.get_close_matches(
-            re.split("[ =]", words)[0], self._option_string_actions, 1
-        ):
+        elif near := self._meant(words):
             message += f"; did you mean {near[0]}?"
         if message.endswith("expected one argument"):
             message += " (write OPTION=VALUE for a value that begins with -)"
@@ -192,7 +228,7 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"
     )
     arguments, rest = parser.parse_known_args(argv)
-    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
+    overrides = parser.overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
     if arguments.config == "-":
         arguments.config = "/dev/stdin"
@@ -221,30 +257,6 @@ def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> Non
             raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
     if count is not None and overrides.get("mesh.distributed") == "true":
         raise InputError("mesh.distributed=true finds processes itself; omit it, or --processes")
-
-
-def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]:
-    """Parses --section.key VALUE and --section.key=VALUE into {"section.key": value}.
-
-    first: the option that a lone first word seems to belong to.
-    """
-    overrides = {}
-    rest = iter(words)
-    for word in rest:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not key:
-            hint = "a value follows its --section.key"
-            if first and not overrides:
-                hint = f"write {first} {word}"
-            elif os.path.exists(word):
-                hint = GLOB
-            raise InputError(f"unexpected argument {word}; {hint}")
-        if not equals:
-            value = next(rest, None)
-            if value is None or (value.startswith("--") and "." in value):
-                raise InputError(f"--{key} needs a value")
-        overrides[key.replace("-", "_")] = value
-    return overrides
 
 
 def check_free(out_dir: Path) -> None:

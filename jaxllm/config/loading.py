@@ -138,8 +138,9 @@ def _parse(key: str, text: str, annotation):
         value = TypeAdapter(annotation).validate_strings(text)
     except ValidationError as e:
         raise InputError(f"{key}={text!r}: {plain_message(e.errors()[0]['msg'])}") from e
-    if not isinstance(value, str) and "_" in text:  # pydantic reads 1_0 as 10
-        raise InputError(f"{key}={text!r}: must be a number without _")
+    # pydantic reads 1_0 as 10 and 010 as 10, which YAML 1.1 reads as 8.
+    if type(value) in (int, float) and re.search(r"_|^\s*[-+]?0\d", text):
+        raise InputError(f"{key}={text!r}: must be a number without _ or leading zeros")
     return value
 
 

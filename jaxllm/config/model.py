@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -53,14 +53,12 @@ class RopeScaling(Section):
         8192, description="O, the context length before scaling, in tokens"
     )
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor={self.high_freq_factor} must exceed"
                 f" low_freq_factor={self.low_freq_factor}"
             )
-        return self
 
 
 class Lora(Section):
@@ -156,10 +154,8 @@ class GPT2Config(AttentionConfig):
     def ff_width(self) -> int:
         return self.d_ff or 4 * self.d_model
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         divides(self.n_heads, self.d_model, "n_heads", "d_model")
-        return self
 
 
 class Llama3Config(AttentionConfig):
@@ -194,8 +190,7 @@ class Llama3Config(AttentionConfig):
     def ff_width(self) -> int:
         return self.d_ff
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         if self.d_head is None:
             divides(self.n_heads, self.d_model, "n_heads", "d_model")
         divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
@@ -207,7 +202,6 @@ class Llama3Config(AttentionConfig):
             raise ValueError(
                 f"quantize={self.quantize} needs model.lora, as packed weights cannot be trained"
             )
-        return self
 
     def _check_lora(self, lora: Lora) -> None:
         C, F = self.d_model, self.d_ff
@@ -251,10 +245,8 @@ class VLSTMConfig(_Model):
     def ff_width(self) -> int:
         return self.d_ff or round_up(int(2.667 * self.d_model), 64)
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         divides(2 * self.n_heads, self.d_model, "2 n_heads", "d_model")
-        return self
 
 
 ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from jaxllm.config import yaml_text
 from jaxllm.config.model import (
@@ -74,11 +74,9 @@ class DataConfig(Section):
         8, description="number of batches to read ahead; 0: none"
     )
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         if self.source != "stdlib" and self.path is None:
             raise ValueError(f"source={self.source} needs data.path")
-        return self
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -136,12 +134,10 @@ class TrainConfig(Section):
         " 1% faster; another run may choose others, so its last bits may differ",
     )
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
         if self.verify_every and not self.deterministic:
             raise ValueError(f"verify_every={self.verify_every} needs deterministic=true")
-        return self
 
 
 class OptimizerConfig(Section):
@@ -224,16 +220,14 @@ class ProfileConfig(Section):
         None, description="10:15 traces steps 10 to 14 and prints their ten longest kernels"
     )
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         if self.steps is None:
-            return self
+            return
         if not re.fullmatch(r"[1-9]\d{0,17}:[1-9]\d{0,17}", self.steps, re.ASCII):
             raise ValueError(f"steps={self.steps!r} is not FIRST:END; 10:15 traces steps 10 to 14")
         first, end = self.span
         if first >= end:
             raise ValueError(f"steps={self.steps!r} is empty; the end must exceed the first step")
-        return self
 
     @property
     def span(self) -> tuple[int, int]:
@@ -253,8 +247,7 @@ class Config(Section):
     sample: SampleConfig = Field(default_factory=SampleConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
-    @model_validator(mode="after")
-    def _check(self):
+    def model_post_init(self, _) -> None:
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} exceeds"
@@ -277,7 +270,6 @@ class Config(Section):
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
                 f" its end is at most {self.train.steps + 1}"
             )
-        return self
 
     def with_model(self, **changes) -> "Config":
         """The run with other values in its section `model`."""

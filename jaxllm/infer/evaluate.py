@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import Config, MeshConfig, load, round_up
-from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
+from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
@@ -61,7 +61,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
-    args.overrides = read_overrides(rest)
+    args.overrides = parser.overrides(rest)
     for key in args.overrides:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")

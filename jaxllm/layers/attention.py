@@ -31,7 +31,6 @@ class Attention(Layer):
     rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.
     window: number of keys that a query sees, its own included; None: all up to its own.
     softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
-    out_std: initial standard deviation of the output projection; None: std.
     linear: makes the layers, like Linear; Llama's names of matrices are passed as `name`.
     """
 
@@ -49,8 +48,6 @@ class Attention(Layer):
         rope_scaling=None,
         window: int | None = None,
         softcap: float | None = None,
-        std: float = 0.02,
-        out_std: float | None = None,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
@@ -65,11 +62,10 @@ class Attention(Layer):
         linear = partial(linear, implementation=implementation, rngs=rngs)
         biases = bias or qkv_bias
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = linear(d_model, q, name="q_proj", bias=biases, std=std)
-        self.k = linear(d_model, kv, name="k_proj", bias=biases, std=std)
-        self.v = linear(d_model, kv, name="v_proj", bias=biases, std=std)
-        out_std = std if out_std is None else out_std
-        self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias, std=out_std)
+        self.q = linear(d_model, q, name="q_proj", bias=biases)
+        self.k = linear(d_model, kv, name="k_proj", bias=biases)
+        self.v = linear(d_model, kv, name="v_proj", bias=biases)
+        self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias)
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)

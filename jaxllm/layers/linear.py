@@ -190,6 +190,7 @@ class Linear(Layer):
         name: str = "",
         axes: tuple[str, str] = COLUMNS,
         std: float = 0.02,
+        rows_std: float | None = None,
         bias: bool = False,
         copied: bool = True,
         fp8: bool = False,
@@ -199,12 +200,14 @@ class Linear(Layer):
     ):
         """name: what `lora.targets` calls the matrix.
 
+        rows_std: std of a layer sharded by rows, which writes to the residual stream; None: std.
         copied: training keeps a copy of the weight in the compute dtype.
         fp8: whether the matmul and its gradients take fp8 operands, where they can.
         lora: the settings of adapters, of which the layer gets one if it is a target.
         implementation: of quantized_linear, for a packed weight, and of fp8_linear.
         """
         shape = (in_features, out_features)
+        std = rows_std if rows_std is not None and axes == ROWS else std
         weight = normal(rngs.params(), shape, std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
@@ -238,10 +241,7 @@ class Linear(Layer):
         if not jnp.issubdtype(x.dtype, jnp.floating):  # the weight would be cast to it
             raise ValueError(f"x is {x.dtype}: cast it to bfloat16, float16 or float32")
         if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x has {x.shape[-1]} columns, and this Linear takes {self.in_features}"
-                " (in_features)"
-            )
+            raise ValueError(f"x has {x.shape[-1]} columns, not in_features={self.in_features}")
 
     @property
     def held(self) -> Weight:

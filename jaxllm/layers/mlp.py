@@ -31,18 +31,15 @@ class _FeedForward(Layer):
         d_model: int,
         d_ff: int,
         *,
-        std: float = 0.02,
-        out_std: float | None = None,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         gated = self.activation == "swiglu"
         linear = partial(linear, bias=not gated, implementation=implementation, rngs=rngs)
-        self.gate = linear(d_model, d_ff, name="gate_proj", std=std) if gated else None
-        self.up = linear(d_model, d_ff, name="up_proj", std=std)
-        out_std = std if out_std is None else out_std
-        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std)
+        self.gate = linear(d_model, d_ff, name="gate_proj") if gated else None
+        self.up = linear(d_model, d_ff, name="up_proj")
+        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS)
         self.implementation = implementation
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
@@ -87,11 +84,7 @@ class MLP(_FeedForward):
     def __call__(
         self, x: Float[Array, "B T C"], *, add_bias: bool = True, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
-        """Applies the layer.
-
-        add_bias: False leaves the bias of `down` to the next op.
-        norm: the norm that x is a result of, as for Linear.
-        """
+        """Applies the layer; add_bias (False leaves the bias of `down`) and norm as for Linear."""
         if self._joins(x):
             y, bias = self._whole(x, norm), self.down.bias
             return plus(y, bias[...]) if add_bias and bias is not None else y

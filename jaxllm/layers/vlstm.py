@@ -40,17 +40,15 @@ class VLSTMLayer(Layer):
         gate_soft_cap: float = 15.0,
         eps: float = 1e-6,
         chunk_size: int = 64,
-        std: float = 0.02,
-        out_std: float | None = None,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         divides(2 * n_heads, d_model, "2 n_heads", "d_model")
         linear = partial(linear, implementation=implementation, rngs=rngs)
-        self.q = linear(d_model, d_model // 2, std=std)
-        self.k = linear(d_model, d_model // 2, std=std)
-        self.v = linear(d_model, d_model, std=std)
+        self.q = linear(d_model, d_model // 2)
+        self.k = linear(d_model, d_model // 2)
+        self.v = linear(d_model, d_model)
         # Initially the gates do not depend on the input: the input gates are almost closed, the
         # forget gates open with a range of time scales, the output gates half open.
         self.i = linear(d_model, n_heads, std=0.0, bias=True)
@@ -62,7 +60,7 @@ class VLSTMLayer(Layer):
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
         )
-        self.out = linear(d_model, d_model, axes=ROWS, std=std if out_std is None else out_std)
+        self.out = linear(d_model, d_model, axes=ROWS)
         self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         self.gate_soft_cap = gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation

@@ -59,13 +59,10 @@ class Block(Layer):
     def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
         """mixer: {its name, attention or vlstm: what makes it}."""
         ((self.mixer, make_mixer),) = mixer.items()
-        options = dict(
-            std=STD,
-            out_std=STD / math.sqrt(2 * config.n_layers),  # 2 L branches add up on the stream
-            linear=partial(Linear, fp8=fp8, lora=getattr(config, "lora", None)),
-            implementation=config.implementation,
-            rngs=rngs,
-        )
+        rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
+        lora = getattr(config, "lora", None)
+        linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
+        options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()
         setattr(self, self.mixer, make_mixer(**options))
         self.mlp: Any = make_mlp(config.d_model, config.ff_width, **options)

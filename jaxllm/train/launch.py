@@ -81,10 +81,7 @@ def base_of(weights):
 
 
 def make_trainer(config: Config, mesh: Mesh, weights) -> Trainer:
-    """The trainer of a model that fits the devices; raises InputError if it does not.
-
-    weights: the result of `open_initial_weights`.
-    """
+    """The trainer, with `open_initial_weights`'s result; InputError if the model does not fit."""
     packing = weights and base_of(weights).packing
     estimate.check_fits(config, mesh, packing)
     return Trainer(config, mesh, packing)
@@ -252,7 +249,9 @@ def kernel_summary() -> str:
     return f"all ops run on XLA: {why}"
 
 
-def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> RunLog | SilentLog:
+def open_log(
+    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, saved: dict
+) -> RunLog | SilentLog:
     """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog(out_dir, start)
@@ -282,4 +281,4 @@ def open_log(trainer: Trainer, dataset: Dataset, out_dir: Path, start: int) -> R
         emit(f"tracker  wandb, {tracker.where}")
     peak = peak and peak * trainer.mesh.size
     flops = flops_per_token(config.model, config.train.seq_len) * tokens
-    return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker)
+    return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker, saved)

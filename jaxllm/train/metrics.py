@@ -1,6 +1,7 @@
 """Logs a run: metrics.jsonl, TensorBoard, a tracker, loss.png, and a progress bar or lines."""
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -49,6 +50,7 @@ class RunLog:
     A full disk is reported but does not stop the run.
 
     start: the step to resume from; later rows are dropped.
+    saved: the page of its checkpoint, with what `state` said then.
     tokens, flops: per step over all devices.
     peak: FLOP/s of all devices together, or None.
     """
@@ -62,6 +64,7 @@ class RunLog:
         flops: float,
         peak: float | None,
         tracker: "Wandb | None" = None,
+        saved: dict | None = None,
     ):
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
@@ -69,9 +72,11 @@ class RunLog:
         # A resumed run repeats the steps after `start`, and one that begins again also step 0.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
         self.logged = keys_at(start, before)
+        lines = [json.dumps(row).encode() + b"\n" for row in before]
         if self.path.exists():
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in before).encode())
-        self.rows = len(before)
+            write_whole(self.path, b"".join(lines))
+        self.rows, self.digest = len(lines), hashlib.sha256(b"".join(lines))
+        self.damage = _damage(lines, saved or {})
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
         self.seconds = deque[float]()  # duration of the last steps
@@ -88,6 +93,10 @@ class RunLog:
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=steps, completed=start, news="")
             self.bar.start()
+
+    def state(self) -> dict:
+        """What a checkpoint says about the rows so far."""
+        return {"rows": self.rows, "metrics": self.digest.hexdigest()}
 
     def train(
         self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, skips: int = 0
@@ -165,7 +174,9 @@ class RunLog:
         self.rows += 1
         row["seconds"] = round(time.perf_counter() - self.began, 3)
         reported = bool(self.unwritten)
-        self.unwritten += json.dumps(row).encode() + b"\n"
+        line = json.dumps(row).encode() + b"\n"
+        self.digest.update(line)
+        self.unwritten += line
         if (problem := self._flush()) and not reported:
             self.message(f"{self.path} cannot be written now ({problem}); the next row retries")
         for board in list(self.boards):
@@ -270,7 +281,7 @@ class Wandb:
 class SilentLog:
     """Replaces RunLog on all processes but the first, and logs nothing."""
 
-    rows = 0
+    damage, state = None, dict
 
     def __init__(self, out_dir: Path, start: int):
         self.logged = keys_at(start, read_metrics(out_dir / "metrics.jsonl"))
@@ -281,16 +292,28 @@ class SilentLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, if it exists; skips a truncated line and what is not a row."""
+    """The rows of a metrics.jsonl, if it exists; skips whatever a damaged file may hold instead."""
     rows, text = [], path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    number = lambda x: x is None or (isinstance(x, int | float) and abs(x) < 1e300)
+    fits = lambda key, x: isinstance(x, str) if key == "sample" else number(x)
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < 2**31:
+            rows.append({key: x for key, x in row.items() if fits(key, x)})
     return rows
+
+
+def _damage(lines: list[bytes], saved: dict) -> str | None:
+    """How the rows differ from those that a checkpoint knows; earlier versions kept no digest."""
+    rows, digest = saved.get("rows", 0), saved.get("metrics")
+    if len(lines) < rows:
+        return f"it lacks {rows - len(lines)} rows of this run"
+    same = digest in (None, hashlib.sha256(b"".join(lines[:rows])).hexdigest())
+    return None if same else "a row of this run was changed"
 
 
 def keys_at(step: int, rows: list[dict]) -> set[str]:
@@ -300,9 +323,8 @@ def keys_at(step: int, rows: list[dict]) -> set[str]:
 
 def seconds_of(rows: list[dict]) -> float:
     """Seconds that a run has trained in all its processes, without compilation; 0 if unknown."""
-    times = (row.get("seconds") for row in rows)
-    # A damaged file may hold anything, and a timedelta at most 1e13 seconds.
-    return max((t for t in times if isinstance(t, int | float) and 0 <= t < 1e10), default=0)
+    times = (row.get("seconds") or 0 for row in rows)
+    return max((t for t in times if 0 <= t < 1e10), default=0)  # a timedelta takes at most 1e13
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:

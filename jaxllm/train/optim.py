@@ -81,8 +81,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
     )
     if config.name == "muon":
-        is_muon = lambda path, p: path[0].key == "blocks" and p.ndim == 2
-        name = lambda *at: "muon" if is_muon(*at) else "adamw"
+        name = lambda path, p: "muon" if path[0].key == "blocks" and p.ndim == 2 else "adamw"
         names = lambda params: jax.tree.map_with_path(name, params)
         rule = optax.partition({"muon": muon(config, steps), "adamw": rule}, names)
     if not config.clip_norm:

@@ -136,7 +136,9 @@ def _wait(children: list[_Child]) -> None:
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
                 child.status = os.waitstatus_to_exitcode(status)
-                child.held += _rest(child.errors)
+                os.set_blocking(child.errors, False)  # a grandchild may keep it open
+                with open(child.errors, "rb", buffering=0) as pipe:
+                    child.held += pipe.read() or b""
                 if child.status not in (0, STOPPED):
                     failed = failed or time.monotonic()
         now = time.monotonic()
@@ -147,13 +149,6 @@ def _wait(children: list[_Child]) -> None:
                 if child.status is None and not child.ended:
                     os.kill(child.pid, signal.SIGKILL)
                     child.ended = True
-
-
-def _rest(fd: int) -> bytes:
-    """What a pipe still holds; a grandchild may keep it open."""
-    os.set_blocking(fd, False)
-    with open(fd, "rb", buffering=0) as pipe:
-        return pipe.read() or b""
 
 
 def _pass_on(children: list[_Child]) -> None:

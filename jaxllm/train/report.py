@@ -18,6 +18,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import yaml
 from jinja2 import Environment
@@ -68,21 +69,19 @@ class LoadedRun:
             self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
         except (InputError, TypeError, AttributeError) as e:
             raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
-
-    @property
-    def bits(self) -> float | None:
-        """Bits per byte of text for a loss of 1 nat per token, or None if unknown."""
-        each = self.about.get("bytes_per_token")
-        return 1 / (math.log(2) * each) if isinstance(each, int | float) and each > 0 else None
+        numbers = {k: x for k, x in self.about.items() if isinstance(x, int | float)}
+        known: dict[str, Any] = {k: x for k, x in numbers.items() if 0 < x < 1e30}
+        self.tokens, each = known.get("tokens_per_step"), known.get("bytes_per_token")
+        self.bits = each and 1 / (math.log(2) * each)  # per byte, for a loss of 1 nat per token
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row with the key."""
         pairs = ((r["step"], r.get(key)) for r in self.rows)
-        return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
+        return [(s, float(v)) for s, v in pairs if v is not None and abs(v) < 1e30]
 
     def samples(self) -> list[tuple[int, str]]:
         """(step, text) of at most SAMPLES samples, spread evenly from the first to the last."""
-        found = [(r["step"], r["sample"]) for r in self.rows if isinstance(r.get("sample"), str)]
+        found = [(r["step"], r["sample"]) for r in self.rows if "sample" in r]
         last = len(found) - 1
         kept = {round(i * last / (SAMPLES - 1)) for i in range(SAMPLES)} if found else set()
         return [found[i] for i in sorted(kept)]
@@ -128,7 +127,7 @@ def chart(
     shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
     axis, sizes, tokens = x_axis(runs)
     # Nats per token of different tokens cannot be compared.
-    tokenizers = {run.about.get("tokenizer") for run in runs}
+    tokenizers = {str(run.about.get("tokenizer")) for run in runs}
     in_bits = key == "loss" and len(tokenizers) > 1 and all(run.bits for run in runs)
     if in_bits:
         unit = unit.replace("nats per token", "bits per byte")
@@ -182,8 +181,7 @@ def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
 
     Runs whose steps have different sizes are compared by tokens.
     """
-    sizes = [run.about.get("tokens_per_step") for run in runs]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    known = [run.tokens for run in runs if run.tokens]
     if len(known) < len(runs) or len(set(known)) == 1:
         return "step", [1] * len(runs), known[0] if len(known) == len(runs) else None
     return "tokens", known, None
@@ -225,7 +223,7 @@ def summary(run: LoadedRun) -> dict[str, str]:
         values = [v for _, v in run.points(key)]
         return form.format(choose(values)) if values else ""
 
-    steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
+    steps = max(row["step"] for row in run.rows)
     duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
@@ -234,7 +232,7 @@ def summary(run: LoadedRun) -> dict[str, str]:
     return {
         "model": str(run.about.get("model", "")),
         "steps": f"{steps:,}{wanted}",
-        "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
+        "tokens": f"{steps * run.tokens:,}" if run.tokens else "",
         "loss of the last step": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
         "best validation, bits per byte": bits,
@@ -289,10 +287,10 @@ def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
             line += f", validation {validation[-1][1]:.4f}"
         lines.append(line)
         steps = max(row["step"] for row in run.rows)  # the last one may have no loss
-        tokens = steps * run.about.get("tokens_per_step", 0)
+        tokens = steps * (run.tokens or 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
-        if times := [ms / 1e3 for _, ms in run.points("step_ms")]:
-            spent = mean(times) * steps  # some steps may not be logged
+        times = [ms / 1e3 for _, ms in run.points("step_ms")]
+        if spent := mean(times or [0]) * steps:  # some steps may not be logged
             line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
         lines.append(line)
     pages = [out_dir / name for name in ("loss.png", "report.html")]

@@ -187,12 +187,12 @@ class Run:
         self.clock = StepClock(self._record)
         self.trace = StepTrace(span, out_dir / "profile", self.clock)
         try:
-            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start)
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, saved)
         except OSError as e:
             raise InputError(f"cannot write to {e.filename or out_dir}: {e.strerror}") from e
         self.tokenizer = tokenizer_digest(out_dir)
-        if (lost := saved.get("rows", 0) - self.log.rows) > 0:
-            self.log.message(f"resume   metrics.jsonl is damaged: it lacks {lost} rows of this run")
+        if self.log.damage:
+            self.log.message(f"resume   metrics.jsonl is damaged: {self.log.damage}")
 
     def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
         """Trains to the last step or a signal; returns the exit status, None to roll back.
@@ -278,6 +278,8 @@ class Run:
             )
         with self.clock.stopped():
             val_loss = self._validate(step) if "val_loss" in due else None
+            if step == self.config.train.steps and val_loss is not None and not isfinite(val_loss):
+                raise RunError(f"the run ends at a loss of {val_loss}; {self._not_finite(step)}")
             if "sample" in due:
                 self._sample(step)
             # While updates are skipped, the parameters may be bad: saves would replace good ones.
@@ -315,7 +317,7 @@ class Run:
             raise RunError(self._why_skipped(step, isfinite(loss) and isfinite(norm)))
 
     def _why_skipped(self, step: int, finite: bool) -> str:
-        """One line with the step, its samples, and the first layer that is not finite, if any."""
+        """One line with the step, its samples, and what was not finite, if anything."""
         train, sample = self.config.train, self._samples_at(step - 1)
         text = (
             f"{train.max_skips} updates in a row were skipped (train.max_skips), up to step {step}"
@@ -323,19 +325,22 @@ class Run:
         )
         if finite:
             return f"{text} its loss is a spike; raise train.skip_spikes={train.skip_spikes}"
+        return f"{text} {self._not_finite(step)}"
+
+    def _not_finite(self, step: int) -> str:
+        """What is not finite of the current model on the samples of a step, and what to do."""
         import jax
 
         from jaxllm.train.verify import first_not_finite
 
+        train, sample = self.config.train, self._samples_at(step - 1)
         batches = self.dataset.train_batches(train.batch_size, *self.part, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
             layer = first_not_finite(self.trainer.graph, self.whole, **batch)
-        return (
-            f"{text} first not finite: {layer}; lower optimizer.learning_rate, or resume from an"
-            " older checkpoint"
-        )
+        fix = "lower optimizer.learning_rate, or resume from an older checkpoint"
+        return f"first not finite: {layer}; {fix}"
 
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size
@@ -360,7 +365,7 @@ class Run:
             "config": self.config.model_dump(),
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
-            "rows": self.log.rows,
+            **self.log.state(),
             **self.tokenizer,
         }
         if self.base is not None:

@@ -83,7 +83,9 @@ def check_losses(checkpoints: Path) -> None:
     """Raises InputError if a checkpoint's validation loss was changed, or Orbax cannot read it."""
     for path in sorted(checkpoints.glob("*/metrics/metrics")):
         try:
-            check_digest(json.loads(path.read_text()), "val_loss")
+            check_digest(page := json.loads(path.read_text()), "val_loss")
+            if str(page.get("step", folder := path.parents[1].name)) != folder:  # older have none
+                raise ValueError(f"its validation loss is of step {page['step']}")
         except FileNotFoundError:  # the run goes on meanwhile
             continue
         except (OSError, ValueError) as e:

@@ -137,6 +137,9 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path):
     metrics.write_bytes(whole.replace(b"4.0", b"1.0"))  # it would be the best
     with pytest.raises(InputError, match=rf"1 is damaged .*page was changed.*delete {metrics}"):
         Checkpoints(folder, keep=2).newest()
+    metrics.write_bytes((folder / "2" / "metrics" / "metrics").read_bytes())
+    with pytest.raises(InputError, match=rf"1 is damaged .*loss is of step 2.*delete {metrics}"):
+        Checkpoints(folder, keep=2).newest()
     metrics.write_bytes(b'{"val_loss": 4.0}')  # as an earlier version wrote it
     assert Checkpoints(folder, keep=2).newest() == 2
     metrics.write_bytes(b"")

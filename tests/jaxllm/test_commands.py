@@ -93,6 +93,17 @@ def test_a_misspelt_option_is_named(word, hint, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "odd"),
+    [("data prepare", "--otu=x"), ("generate", "--chekpoint"), ("evaluate", "--checkpont")],
+)
+def test_a_misspelt_option_is_named_before_one_that_is_required(words, odd, capsys):
+    assert main([*words.split(), odd, "x"]) == 2
+    assert f"error: unrecognized arguments: {odd}; did you mean" in capsys.readouterr().err
+    assert main([*words.split(), "x"]) == 2
+    assert "are required: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),

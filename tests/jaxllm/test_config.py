@@ -83,6 +83,8 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"sample.prompt": "a\ud800"}, "sample.prompt='a\\ud800': 'utf-8' codec can't encode"),
         ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
         ({"optimizer.eps": "1_0.5"}, "optimizer.eps='1_0.5': must be a number without _"),
+        ({"train.steps": "010"}, "train.steps='010': must be a number without _ or leading zeros"),
+        ({"optimizer.eps": "00.5"}, "optimizer.eps='00.5': must be a number without _ or lead"),
         ({"train.batch_size": "9" * 23}, "must be less than 2147483648"),
         (
             {"train.batch_size": "2000000000"},

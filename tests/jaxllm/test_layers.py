@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, fan_out
 from jaxllm.models import create
 from jaxllm.sharding import P, spec_of
+
+WIDE = partial(Linear, std=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,8 @@ def test_sizes_that_do_not_fit_are_refused(layer, message):
     ],
 )
 def test_an_output_projection_may_begin_at_zero(kind, options):
-    assert not jnp.any(kind(16, out_std=0.0, **options, rngs=nnx.Rngs(0))(normal(0, 1, 3, 16)))
+    layer = kind(16, linear=partial(Linear, rows_std=0.0), **options, rngs=nnx.Rngs(0))
+    assert not jnp.any(layer(normal(0, 1, 3, 16)))
 
 
 def test_a_mesh_of_other_axes_is_refused_in_one_line():
@@ -230,7 +234,9 @@ def test_head_layer_norm_normalizes_each_head_separately():
 
 def test_attention_with_groups_is_attention_with_repeated_kv_heads():
     D = 8
-    grouped = Attention(16, 4, n_kv_heads=2, head_dim=D, rope_theta=1e4, rngs=nnx.Rngs(0), std=0.5)
+    grouped = Attention(
+        16, 4, n_kv_heads=2, head_dim=D, rope_theta=1e4, rngs=nnx.Rngs(0), linear=WIDE
+    )
     full = Attention(16, 4, head_dim=D, rope_theta=1e4, rngs=nnx.Rngs(0))
     full.q.weight[...] = grouped.q.weight[...]
     full.out.weight[...] = grouped.out.weight[...]
@@ -244,10 +250,10 @@ def test_attention_with_groups_is_attention_with_repeated_kv_heads():
 @pytest.mark.parametrize("kind", ["attention", "vlstm"])
 def test_segments_do_not_see_each_other(kind):
     if kind == "attention":
-        layer = Attention(16, 2, rope_theta=1e4, std=0.5, rngs=nnx.Rngs(0))
+        layer = Attention(16, 2, rope_theta=1e4, linear=WIDE, rngs=nnx.Rngs(0))
         run = jax.jit(lambda x, segments: layer(x, None, segments))
     else:
-        layer = VLSTMLayer(16, 2, std=0.5, chunk_size=4, rngs=nnx.Rngs(0))
+        layer = VLSTMLayer(16, 2, linear=WIDE, chunk_size=4, rngs=nnx.Rngs(0))
         layer.i.bias[...] = jnp.zeros(2)
         run = jax.jit(lambda x, segments: layer(x, segments))
     x = normal(1, 2, 11, 16)
@@ -275,7 +281,7 @@ def test_prompts_longer_than_their_cache_are_refused():
 
 
 def test_positions_of_attention_are_relative_but_not_ignored():
-    layer = Attention(16, 2, rope_theta=1e4, std=0.5, rngs=nnx.Rngs(0))
+    layer = Attention(16, 2, rope_theta=1e4, linear=WIDE, rngs=nnx.Rngs(0))
     x = normal(1, 2, 9, 16)
     t = jnp.arange(9)
     close(layer(x, t + 5), layer(x), 1e-4)
@@ -285,11 +291,11 @@ def test_positions_of_attention_are_relative_but_not_ignored():
 
 def test_feed_forward_layers_match_their_formulas():
     x = normal(1, 2, 5, 16)
-    mlp = MLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
+    mlp = MLP(16, 40, linear=WIDE, rngs=nnx.Rngs(0))
     mlp.up.bias[...] = normal(2, 40)
     hidden = jax.nn.gelu(x @ mlp.up.weight[...] + mlp.up.bias[...], approximate=True)
     close(mlp(x), hidden @ mlp.down.weight[...])
-    gated = GatedMLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
+    gated = GatedMLP(16, 40, linear=WIDE, rngs=nnx.Rngs(0))
     hidden = jax.nn.silu(x @ gated.gate.weight[...]) * (x @ gated.up.weight[...])
     close(gated(x), hidden @ gated.down.weight[...])
 

@@ -10,6 +10,7 @@ from browser import CHROMIUM, Browser
 from matplotlib.figure import Figure
 
 from jaxllm.train import report
+from jaxllm.train.metrics import draw_loss
 
 SAMPLE = "def f(): <b>"
 ABOUT = {
@@ -94,6 +95,21 @@ def test_the_duration_is_shown_if_known(tmp_path):
         for seconds in (3599.6, 7322.4, 1e25, None, "x"):
             file.write("\n" + json.dumps({"step": 20, "seconds": seconds}))
     assert "duration2:02:02" in Page(report.page([report.LoadedRun(run)])).text
+
+
+@pytest.mark.parametrize("value", [10**400, "\ud800", [1], 0])
+def test_a_damaged_file_may_hold_anything(value, tmp_path):
+    run = a_run(tmp_path / "one", 3)
+    rows = [json.dumps({"step": 2, key: value}) for key in ("loss", "val_loss", "lr", "sample")]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "\n".join([*rows, json.dumps({"step": value, "loss": 1.0})]))
+    (run / "run.json").write_text(json.dumps(ABOUT | {"tokens_per_step": value, "tokenizer": [1]}))
+    loaded = report.LoadedRun(run)
+    assert loaded.points("loss")[:3] == [(1, 4.99), (2, 4.98), (3, 4.97)]
+    assert "loss     4.9900 at step 1" in report.summarize_run(run, "")
+    assert "0 tokens" in report.summarize_run(run, "")
+    draw_loss(run / "metrics.jsonl", tmp_path / "loss.png")
+    report.page([loaded])
 
 
 @pytest.mark.parametrize(

@@ -146,23 +146,24 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "lost"),
+    ("damage", "said"),
     [
-        (lambda rows: [rows[0], "\0" * 50, *rows[2:40]], 26),  # as after a loss of power
-        (lambda rows: [*rows, '{"step": 61, "lo'], 0),  # a kill after the checkpoint
+        (lambda rows: [rows[0], "\0" * 50, *rows[2:40]], "it lacks 26 rows"),  # a loss of power
+        (lambda rows: [*rows, '{"step": 61, "lo'], ""),  # a kill after the checkpoint
+        (lambda rows: [rows[0].replace("5", "4", 1), *rows[1:]], "a row of this run was changed"),
     ],
 )
-def test_a_damaged_file_of_metrics_is_noticed(damage, lost, straight, tmp_path, capsys):
+def test_a_damaged_file_of_metrics_is_noticed(damage, said, straight, tmp_path, capsys):
     whole = (straight[0] / "metrics.jsonl").read_text().splitlines()
     assert len(whole) == 65  # 60 losses, 3 evaluations, 2 samples
     shutil.copytree(straight[0], tmp_path / "x")
     (tmp_path / "x" / "metrics.jsonl").write_text("\n".join(damage(whole)))
     words = ["--resume", "--out_dir", str(tmp_path / "x"), "--train.steps", "61"]
     assert train.main([*words, "--sample.tokens", "0"]) == 0
-    line = f"metrics.jsonl is damaged: it lacks {lost} rows of this run"
-    assert (line in capsys.readouterr().out) == (lost > 0)
+    output = capsys.readouterr().out
+    assert (f"metrics.jsonl is damaged: {said}" in output) == ("is damaged" in output) == bool(said)
     steps = [row["step"] for row in read_metrics(tmp_path / "x" / "metrics.jsonl")]
-    assert len(steps) == 65 - lost + 2 + (lost > 0)  # it evaluates step 60 again
+    assert len(steps) == (65 - 26 + 1 if "26" in said else 65) + 2  # it evaluates step 60 again
     assert steps[-1] == 61
 
 
@@ -183,6 +184,16 @@ def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
     assert skips[-3:] == [1, 2, 3]
     # Checkpoints of skipped steps would have replaced those that are good.
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == step - 3
+
+
+def test_a_run_whose_model_is_not_finite_does_not_end_well(tiny, tmp_path, capsys):
+    """It ended with status 0, and saved a model of NaN as its newest checkpoint."""
+    more = ["--optimizer.name", "muon", "--optimizer.muon_learning_rate", "1e30"]
+    more += ["--train.steps", "3", "--train.checkpoint_every", "1"]
+    assert train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "x"), *more]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: the run ends at a loss of nan; first not finite: blocks.0"), last
+    assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == 1
 
 
 def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):

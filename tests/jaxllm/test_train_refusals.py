@@ -26,6 +26,9 @@ pytestmark = pytest.mark.usefixtures("same_environment")
     ("words", "message"),
     [
         ([], "--config is missing"),
+        (["--confg", "llama3_small"], "arguments: --confg; did you mean --config?; see --help"),
+        (["--resum", "--out_dir", "runs"], "arguments: --resum; did you mean --resume?; see"),
+        (["--config", "llama3_small", "--steps", "3"], "key steps; did you mean train.steps?"),
         (["--config", "nothing"], "no configuration nothing"),
         (["--resume"], "--resume needs --out_dir"),
         (["--config", "llama3_small", "--train.step", "3"], "did you mean train.steps?"),
