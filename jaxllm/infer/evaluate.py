@@ -143,7 +143,7 @@ def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     found = 0
     for start in range(1, count + 1, _DECODED):
         ids = tokens.read(start, min(start + _DECODED, count + 1))
-        found += len(tokenizer.decode(ids, special=False).encode())
+        found += len(tokenizer.decode(ids, special=False, clean=False).encode())
     return found
 
 

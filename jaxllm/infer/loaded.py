@@ -10,6 +10,7 @@ from flax import nnx
 from jaxllm.config import MeshConfig, ModelConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
+from jaxllm.infer.writer import Text
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
@@ -35,8 +36,10 @@ class Loaded(NamedTuple):
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         with jax.set_mesh(None):  # the model is on one device, whatever mesh the caller has set
             found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
-        known = self.tokenizer.decode(ids, special=False)
-        return self.tokenizer.decode([*ids, *found], special=False)[len(known) :]
+        text = Text(self.tokenizer, ids)
+        for token in found:
+            text.add(token)
+        return text.text
 
     def score(self, text: str) -> float:
         """The log-likelihood of all tokens of a text but its first, in nats."""

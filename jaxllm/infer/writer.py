@@ -165,11 +165,14 @@ class Text:
 
     def _decode(self, token: int) -> None:
         self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[: self._known])
-        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
+        tokenizer = self._tokenizer
+        known = tokenizer.decode(self._ids[: self._known], clean=False)
+        text = self._begins + tokenizer.decode(self._ids, clean=False)[len(known) :]
+        self.text = tokenizer.cleaned(text)
         # Its end may be the first bytes of a character, and bytes that are tokens make one text.
-        if not self.text.endswith(_UNFINISHED) and token not in self._tokenizer.byte_tokens:
-            self._ids, self._begins = self._ids[-_TAIL:], self.text
+        unfinished = text.endswith(_UNFINISHED) or token in tokenizer.byte_tokens
+        if not unfinished and not (tokenizer.cleans and " " in text[-3:]):  # " n't" has 4
+            self._ids, self._begins = self._ids[-_TAIL:], text
             self._known, self.certain = len(self._ids), len(self.text)
 
     def finish(self) -> None:

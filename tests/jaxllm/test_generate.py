@@ -235,9 +235,12 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
 class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
-    special, byte_tokens = {}, frozenset()
+    special, byte_tokens, cleans = {}, frozenset(), False
 
-    def decode(self, ids):
+    def cleaned(self, text):
+        return text
+
+    def decode(self, ids, clean=True):
         return bytes(ids).decode(errors="replace")
 
 
@@ -266,7 +269,7 @@ def test_text_decodes_only_its_last_tokens():
     class Counted(Letters):
         longest = 0
 
-        def decode(self, ids):
+        def decode(self, ids, clean=True):
             self.longest = max(self.longest, len(ids))
             return super().decode(ids)
 
