@@ -25,7 +25,7 @@ from jaxllm.data.shards import ShardWriter, check_shard, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
-from jaxllm.terminal import progress_bar
+from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
 VERSION = 7  # increment it when the same conversations and tokenizer would give other tokens
@@ -155,7 +155,8 @@ class Encoded:
         share = page["with_loss"] / page["tokens"]
         by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
         whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
-        text = f"{page['conversations']:,} conversations, {page['tokens']:,} tokens, {share:.1%}"
+        text = counted(page["conversations"], "conversation") + ", "
+        text += f"{counted(page['tokens'], 'token')}, {share:.1%}"
         text += f" with loss ({whose})"
         return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 import numpy as np
 
 from jaxllm.data.loader import IGNORE, Tokens
+from jaxllm.terminal import counted
 
 
 class Packed:
@@ -47,7 +48,7 @@ class Packed:
     def describe(self) -> str:
         """For people: conversations, rows, and how full these are."""
         full = (self.tokens - len(self._spans)) / (len(self) * self._seq_len)
-        return f"{len(self._spans):,} in {len(self):,} rows, {full:.0%} full"
+        return f"{len(self._spans):,} in {counted(len(self), 'row')}, {full:.0%} full"
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
+from jaxllm.text.files import beside
 
 _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out none by chance
 
@@ -129,6 +130,7 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
         tokens["names"] = state["names"]
         each, cache = sorted(out.glob("*.bin")), cache_folder(None)
         page = {"sha256": {shard.name: check_shard(shard, cache, size) for shard in each}}
+        page |= {"beside": beside(out)}
         page |= {"job": job, "done": True, "tokens": tokens, "end_token": args.end_token}
         write_json(path, page)
         return tokens

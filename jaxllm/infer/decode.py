@@ -18,6 +18,7 @@ from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, spec_of
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
@@ -103,7 +104,7 @@ def check_fits(ids: Sequence[int], tokens: int, most: int | None) -> None:
         raise InputError("the prompt has no tokens; give at least one character")
     if most is not None and len(ids) + tokens > most:
         raise InputError(
-            f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
+            f"the prompt's {counted(len(ids), 'token')} and --tokens={tokens} exceed"
             f" model.max_seq_len={most}; shorten the prompt or lower --tokens"
         )
 

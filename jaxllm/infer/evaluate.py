@@ -21,7 +21,7 @@ from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
-from jaxllm.terminal import progress_bar
+from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
@@ -109,7 +109,10 @@ def validation(args: argparse.Namespace) -> str:
         )
     data = open_dataset(config, training=False)
     where = config.data.val_path or config.data.path or config.data.source
-    print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
+    print(
+        f"data: {counted(data.val_tokens, 'token')} of {where} ({data.description})",
+        file=sys.stderr,
+    )
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
     size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
@@ -131,7 +134,7 @@ def validation(args: argparse.Namespace) -> str:
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"
-    text += f", {count:,} tokens"
+    text += f", {counted(count, 'token')}"
     tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
     if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"
@@ -194,7 +197,7 @@ def hellaswag(args: argparse.Namespace) -> str:
     acc, acc_norm = (float((s.argmax(-1) == right).mean()) for s in (scores, scores / characters))
     return (
         f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
-        f" {len(questions):,} questions"
+        f" {counted(len(questions), 'question')}"
     )
 
 

@@ -13,6 +13,7 @@ from jaxllm.infer import decode
 from jaxllm.infer.writer import Text
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 from jaxllm.weights.pretrained import open_weights
 
@@ -46,7 +47,9 @@ class Loaded(NamedTuple):
         ids = self.tokenizer.prompt(text)
         most = decode.most_tokens(self.config) or len(ids)
         if not 2 <= len(ids) <= most + 1:
-            raise InputError(f"the text has {len(ids)} tokens; a score needs 2 to {most + 1}")
+            raise InputError(
+                f"the text has {counted(len(ids), 'token')}; a score needs 2 to {most + 1}"
+            )
         with jax.set_mesh(None):
             tokens = jnp.array([ids])
             return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))

@@ -13,6 +13,7 @@ from jaxllm.config import MeshConfig, SampleConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 
 _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
@@ -102,7 +103,7 @@ class Speed:
 
     def line(self, size: int) -> str:
         """A line with tokens, time and speed; size: texts at once."""
-        text = f"{self.tokens:,} tokens in {self.seconds:.2f} s, {size} at once"
+        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {size} at once"
         if not self.timed:
             return f"{text}: too few to separate from the prompts and the compilation"
         waited = self.seconds - self.timed_seconds

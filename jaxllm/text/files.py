@@ -184,6 +184,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+    if dropout := getattr(library.model, "dropout", None):
+        raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
     if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's

@@ -21,6 +21,7 @@ from pathlib import Path
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.text.files import copy_companions, take_ids
 
@@ -117,7 +118,7 @@ def convert(args: argparse.Namespace, packing) -> None:
             result = _to_ours(weights, folder, out, packing, merge)
         if isinstance(weights, AdapterWeights) and merge:
             weights.verify()
-    print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
+    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
 
 
 @contextlib.contextmanager

@@ -171,8 +171,8 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
     }
     if kind.ours == "llama3":
         fields |= kind.implied | _llama(keys, fields)
-    if name.startswith("qwen"):
-        fields |= {"window": _qwen_window(keys, fields)}
+    if "window" in fields:
+        fields |= {"window": _window(keys, fields, name.startswith("qwen"))}
     if name == "xlstm":
         fields |= _xlstm(keys, fields)
     keys.refuse_rest()
@@ -281,11 +281,12 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
+def _window(page: Page, fields: dict[str, Any], qwen: bool) -> int | None:
     """The window of all layers; raises InputError if only some have one."""
-    n_layers = fields["n_layers"]
-    window = fields["window"] if page.get("use_sliding_window", False) else None
-    first = page.get("max_window_layers", 28)  # the layers before it see everything
+    n_layers, window, first = fields["n_layers"], fields["window"], 0
+    if qwen:
+        window = window if page.get("use_sliding_window", False) else None
+        first = page.get("max_window_layers", 28)  # the layers before it see everything
     given = page.get("layer_types", None)
     if not isinstance(n_layers, int) or not isinstance(first, int):
         raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
@@ -298,8 +299,7 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
     if kinds != {"sliding_attention"} or window is None:
         raise InputError(
             f"{page.path}: a window in some layers only is not supported"
-            f" (use_sliding_window={window is not None}, max_window_layers={first},"
-            f" layer_types={given!r:.80})"
+            f" (sliding_window={window}, max_window_layers={first}, layer_types={given!r:.80})"
         )
     return window
 

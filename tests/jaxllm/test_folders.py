@@ -139,6 +139,12 @@ def test_a_mistral_has_a_window():
     assert mistral(sliding_window=None) == read("llama3")
     assert mistral(num_key_value_heads=None).n_kv_heads == 4
     assert read("mistral").window == 5
+    layers = lambda *kinds: [f"{kind}_attention" for kind in kinds]  # as by its AutoModel
+    assert mistral(layer_types=layers("full", "full")).window is None
+    assert mistral(layer_types=layers("sliding", "sliding")) == mistral()
+    for window, kinds in ((5, ("full", "sliding")), (None, ("sliding", "sliding"))):
+        with pytest.raises(InputError, match="a window in some layers only is not supported"):
+            mistral(sliding_window=window, layer_types=layers(*kinds))
     assert config_json(read("llama3"), "float32")["model_type"] == "llama"
 
 

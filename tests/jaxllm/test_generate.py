@@ -292,6 +292,7 @@ def test_text_decodes_only_its_last_tokens():
             "--checkpoint nowhere does not exist: name a run's directory or packed",
         ),
         ("--checkpoint . --prompts missing.txt", "missing.txt"),
+        ("--checkpoint . --prompts -", "--prompts /dev/stdin has no line of text"),
         ("--checkpoint nowhere --prompt x --top_p 1.5", "--top_p=1.5"),
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),
         ("--checkpoint nowhere --prompt x --tokens 0", "--tokens=0"),
@@ -355,7 +356,7 @@ def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypat
     assert (speed.line(4), {text.text for text in ended}) == (right, {""})
     short = writer.Speed(block=2)
     short.fill(texts()[:1], stream(1.0, 1))
-    assert short.line(1).startswith("1 tokens in 0.00 s, 1 at once: too few")
+    assert short.line(1).startswith("1 token in 0.00 s, 1 at once: too few")
 
 
 def test_only_tokens_that_a_text_shows_are_counted():

@@ -428,6 +428,12 @@ def test_ids_and_switches_of_another_type_are_named(name, page, tmp_path):
         folder_of(tmp_path / "a", **{name: page})
 
 
+def test_a_tokenizer_that_draws_its_pieces_is_refused(tmp_path):
+    folder = built(tmp_path, model=tokenizers.models.BPE({"a": 0}, [], dropout=0.1))
+    with pytest.raises(InputError, match=r"dropout=0.1 makes ids random; set it to null there"):
+        Tokenizer(folder)
+
+
 def test_what_has_a_name_is_special_in_qwens_class(tmp_path):
     """As by transformers 5.24, which drops its flags; other classes keep the file's token."""
     texts = {}
