@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 
 from jaxllm.files import write_whole
 from jaxllm.text.files import END_OF_TEXT
@@ -15,15 +14,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
     A small text may yield fewer than `vocab_size` entries. The end-of-text token has id 0.
     """
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],  # the only one, so it begins and ends texts
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    library = ByteLevelBPETokenizer()
+    options = dict(min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
+    library.train_from_iterator(texts, vocab_size, **options)
     # The library's `save` raises a plain Exception on a full disk.
-    write_whole(path, tokenizer.to_str(pretty=True).encode())
+    write_whole(path, library.to_str(pretty=True).encode())
