@@ -114,7 +114,9 @@ class Source:
             _check_encoding(path, start)
             if {".csv", ".tsv"} & {*path.suffixes} and not start.lstrip(_BLANK).startswith(b"{"):
                 mark = "\\t" if ".tsv" in path.suffixes else ","
-                raise InputError(f"{path} is CSV: to write JSON lines: {_CSV.format(path, mark)}")
+                plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+                then = "unpack it; " * (plain != path) + "to write JSON lines: "
+                raise InputError(f"{path} is CSV: {then}{_CSV.format(plain, mark)}")
         return (_rows if table or self.kind == "parquet" else _lines)(name, path, columns)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:

@@ -68,7 +68,9 @@ class Tokenizer:
                 f"{self.path}: its post_processor puts id {largest} around a text, which is beyond"
                 f" its {self.vocab_size} entries"
             )
-        only = list(self.special.values()) if len(self.special) == 1 else []
+        unknown = getattr(library.model, "unk_token", pages.names().get("unk_token"))
+        one = len(self.special) == 1 and unknown not in self.special
+        only = [*self.special.values()] * one
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
         end = None if end_token is None else vocabulary.get(end_token)

@@ -108,6 +108,9 @@ def test_csv_is_refused_with_a_command_that_converts_it(tmp_path, mark):
     subprocess.run(sys.executable + command, shell=True, check=True)
     found = read("jsonl", Path(f"{path}.jsonl"))
     assert [piece.text for piece in found] == [text for text, _ in rows[1:]]
+    (packed := Path(f"{path}.gz")).write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(InputError, match=rf"is CSV: unpack it; to write .* > '{path}\.jsonl'"):
+        list(Source("jsonl", [("a", packed)]).records(["text"]))
     lines = write(tmp_path / "lines.csv", '{"text": "a"}\n')  # by content
     assert [piece.text for piece in read("jsonl", lines)] == ["a"]
 

@@ -434,6 +434,18 @@ def test_a_tokenizer_that_draws_its_pieces_is_refused(tmp_path):
         Tokenizer(folder)
 
 
+def test_an_unknown_token_alone_neither_begins_nor_ends_a_text(tmp_path):
+    model = tokenizers.models.WordLevel({"<u>": 0, "a": 1}, unk_token="<u>")
+    folder = built(tmp_path, model=model)
+    page = json.loads((folder / "tokenizer.json").read_text())
+    page["added_tokens"] = [page["added_tokens"][0] | {"id": 0, "content": "<u>"}]
+    for unknown, right in (("<u>", None), ("a", 0)):
+        page["model"]["unk_token"] = unknown
+        (other := tmp_path / "other.json").write_text(json.dumps(page))
+        tokenizer = Tokenizer(other)
+        assert (tokenizer.bos, tokenizer.eos) == (right, right)
+
+
 def test_what_has_a_name_is_special_in_qwens_class(tmp_path):
     """As by transformers 5.24, which drops its flags; other classes keep the file's token."""
     texts = {}
