@@ -183,7 +183,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         except OSError as error:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
-            raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+            fix = "; if it is a pointer of Git LFS, run git lfs pull" * (path.stat().st_size < 1000)
+            raise InputError(f"{path} is not a tokenizer.json: {error}{fix}") from error
     if dropout := getattr(library.model, "dropout", None):
         raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
