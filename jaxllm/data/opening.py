@@ -25,7 +25,6 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
 
     training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
     and may be shorter than a window.
-    Raises InputError for bad data.
     """
     config, seq_len, vocab_size = run.data, run.train.seq_len, run.model.vocab_size
     cache = cache_folder(config.cache_dir)

@@ -10,10 +10,7 @@ from jaxllm.terminal import counted
 
 
 class Packed:
-    """Rows of whole conversations, each a segment, as a source of samples.
-
-    A conversation of n tokens takes n - 1 places: its last token is only a label.
-    """
+    """Rows of whole conversations, whose last token is only a label and takes no place."""
 
     def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int):
         """entries: 2 id + (1 if the token has loss); spans: (n, 2), of conversations."""
@@ -52,10 +49,7 @@ class Packed:
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Packs lengths of 1 to `size` into rows, the longest first, each where the least room is left.
-
-    Returns the places of the lengths in each row; equal lengths in their order.
-    """
+    """The places of lengths (1 to `size`) in rows: the longest first, where least room is left."""
     rows: list[list[int]] = []
     rooms: list[int] = []  # sorted: what some row has left
     having = defaultdict(list)  # the rows with that room

@@ -259,10 +259,7 @@ def _stdlib() -> Found:
 
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
-    """Opens a file, yields (its content, the file); decompresses gzip and zstd, by content.
-
-    The file's `tell` says how much was read. Raises InputError if it cannot be read.
-    """
+    """Yields (a file's content without gzip or zstd, the file, whose `tell` says what was read)."""
     try:
         with open(path, "rb") as file:
             head = file.peek(4)[:4]

@@ -28,10 +28,7 @@ _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out 
 
 
 class _Split:
-    """The shards of one split.
-
-    state: the number of complete shards, and of tokens in the shard being written.
-    """
+    """The shards of one split; state: complete shards, and tokens in the one being written."""
 
     def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit

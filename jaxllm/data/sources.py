@@ -93,10 +93,7 @@ class Source:
                 yield piece
 
     def records(self, columns: Collection[str]) -> Iterator[Record]:
-        """Yields the objects and rows of JSON lines and parquet files, by their content.
-
-        columns: names that no object may have twice, and what is read of parquet.
-        """
+        """Yields objects and rows; columns: what parquet is read for, and no object has twice."""
         return self._each(partial(self._records, columns))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:

@@ -31,10 +31,7 @@ Openable = RunWeights | PackedWeights | AdapterWeights
 
 
 def open_run(directory: str | Path, step: int | None = None) -> Openable:
-    """Opens packed weights, a folder of peft, or a run's newest checkpoint or `step`'s.
-
-    Raises InputError.
-    """
+    """Opens packed weights, peft's, or a run's newest checkpoint or `step`'s; raises InputError."""
     weights = open_weights(directory, step)
     if isinstance(weights, HuggingFaceWeights):
         raise InputError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
-from jaxllm.data.loader import Tokens
+from jaxllm.data.loader import IGNORE, Tokens
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
@@ -97,7 +97,6 @@ def validation(args: argparse.Namespace) -> str:
     from flax import nnx
 
     from jaxllm.infer.decode import load_model, open_run
-    from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
@@ -134,7 +133,7 @@ def validation(args: argparse.Namespace) -> str:
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"
-    text += f", {counted(count, 'token')}"
+    text += f", {count:,} tokens"
     tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
     if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"

@@ -25,7 +25,6 @@ class Writer:
 
     args: what `generate.checked` has checked.
     config: how tokens are chosen, by the options or else by the folder.
-    Raises InputError.
     """
 
     def __init__(self, args: argparse.Namespace):

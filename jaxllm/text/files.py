@@ -51,10 +51,7 @@ class Pages:
         self.template = _template(folder, self.tokenizer) if present else {}
 
     def given(self) -> dict[str, str | dict | None]:
-        """{bos_token, eos_token, ...: value}.
-
-        In the order in which transformers gives ids to those that the tokenizer lacks.
-        """
+        """{bos_token, ...: value}, in the order in which transformers numbers what is missing."""
         page = self.tokenizer | self.specials
         for key in ("extra_special_tokens", "model_specific_special_tokens"):
             page |= extra if isinstance(extra := page.get(key), dict) else {}
@@ -149,10 +146,7 @@ def find_base(folder: Path, name: str) -> Path | None:
 
 
 def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a tokenizer.json, or of vocab.json and merges.txt.
-
-    Raises InputError.
-    """
+    """Opens a tokenizer.json, or vocab.json and merges.txt; raises InputError."""
     folder = path.parent
     fixes = {"split_special_tokens": "remove it"}
     if "istral" in pages.model:  # transformers replaces the regex of such a tokenizer.json
@@ -190,13 +184,13 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
     if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
-        before, spaced = library.pre_tokenizer, bool(pages.tokenizer.get("add_prefix_space"))
+        spaced = bool(pages.tokenizer.get("add_prefix_space"))
         if spaced and kind in _REBUILT[:2]:  # only before the text, not before each digit, too
-            library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        else:
-            for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
-                if isinstance(part, pre_tokenizers.ByteLevel):
-                    part.add_prefix_space = spaced
+            library.pre_tokenizer = pre_tokenizers.ByteLevel()
+        before = library.pre_tokenizer
+        for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
+            if isinstance(part, pre_tokenizers.ByteLevel):
+                part.add_prefix_space = spaced
     if kind in _REBUILT[:2] and END_OF_TEXT in library.get_vocab() | pages.added:
         names = ("bos_token", "eos_token", "unk_token")
         pages.tokenizer = dict.fromkeys(names, END_OF_TEXT) | pages.tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import models
+from tokenizers import ByteLevelBPETokenizer, models
 
 from jaxllm.errors import InputError
 from jaxllm.text import files
@@ -37,7 +37,6 @@ class Tokenizer:
         or else the end of the document before, as in llm.c's shards; separator: its first, if any.
     special: {name: id} of the special tokens.
     chat_templates: {name: template}.
-    Raises InputError.
     """
 
     def __init__(
@@ -138,10 +137,7 @@ class Tokenizer:
 
     @functools.cached_property
     def sampling(self) -> dict[str, Any]:
-        """The settings of `Sampling` that the folder names.
-
-        As in transformers, do_sample=true alone means temperature 1 and top_k 50.
-        """
+        """What the folder sets of `Sampling`; do_sample=true alone is temperature 1, top_k 50."""
         page = self._pages.sampling
         used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
         if (samples := used.pop("do_sample", None)) is None:
@@ -378,3 +374,15 @@ class Tokenizer:
 def _known(i: int | None) -> list[int]:
     """The id in a list, which is empty for None."""
     return [] if i is None else [i]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE like GPT-2's, which encodes any byte, and saves its tokenizer.json.
+
+    A small text may yield fewer than `vocab_size` entries. The end-of-text token has id 0.
+    """
+    library = ByteLevelBPETokenizer()
+    options = dict(min_frequency=0, show_progress=False, special_tokens=[files.END_OF_TEXT])
+    library.train_from_iterator(texts, vocab_size, **options)
+    # The library's `save` raises a plain Exception on a full disk.
+    files.write_whole(path, library.to_str(pretty=True).encode())

@@ -213,10 +213,7 @@ def targets(config: ModelConfig) -> list[str]:
 
 
 def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
-    """The adapters in a folder of peft.
-
-    Raises InputError for what is not supported, and for adapters of another model.
-    """
+    """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
     keys = Page(page, folder / PAGE)
     keys.only("peft_type", "LORA")

@@ -305,10 +305,7 @@ def write_safetensors(
     layout: dict[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order.
-
-    The library's own writer takes all arrays at once.
-    """
+    """Writes {name: (shape, dtype)} array by array; the library's writer takes all at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in layout.items():
