@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,7 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     refused: dict[str, list[str]] = defaultdict(list)
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
-    writer = ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)
-    try:
+    with closing(ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)) as writer:
         each = _rendered(source, tokenizer, loss, refused)
         for batch in batched(each, lambda entry: len(entry[1][0])):
             pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
@@ -53,8 +53,6 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
                 ranks.append(hold_out_rank(text))
                 with_loss += int(mask.sum())
                 largest = max(largest, int(ids.max()))
-    finally:
-        writer.close()
     if not lengths:
         why = "it is empty" if not refused else describe_refused(refused)
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")

@@ -87,7 +87,6 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
     are plain text or, with special_tokens="tokens", these tokens.
     The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
     at least one document unless there is only one.
-    end_token: what `tokenizer` was opened with; training must name it, too.
     Raises InputError if `out` holds anything but this same job, incomplete or done.
     """
     out, special = args.out, args.special_tokens

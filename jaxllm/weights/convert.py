@@ -78,8 +78,7 @@ def _packing(args: argparse.Namespace):
 def convert(args: argparse.Namespace, packing) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
-    args: the options.  step: only for a run; dtype: only for a run that becomes a Hugging Face
-        folder; merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    args: the options.  Without merge, a run with model.lora becomes a folder of peft.
     packing: a Packing, which makes a folder of packed weights; or None.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
