@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 PAUSE = 5.0  # seconds between lines where there is no bar
 
 
+def counted(number: int, what: str) -> str:
+    """A number with the name of what it counts, in the singular for one."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 class _Lossy(io.FileIO):
     """A stream that takes all text: what a full disk or a closed terminal does not take is lost."""
 

@@ -77,10 +77,7 @@ def source_digest() -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `folder`; if it does not exist, `build(temporary folder)` fills it first.
-
-    If several processes call this, one builds and the others wait.
-    """
+    """Returns `folder`; if it is missing, one process fills it by `build(temporary folder)`."""
     if folder.is_dir():
         return folder
     try:

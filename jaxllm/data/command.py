@@ -10,6 +10,7 @@ from jaxllm.data.paths import by_split, find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, train_tokenizer
 
 _READ = {"text": "as plain text; --special_tokens tokens makes them tokens", "tokens": "as tokens"}
@@ -80,9 +81,9 @@ def _prepare(args: Namespace) -> None:
         print(*prepare_chat(source, tokenizer, args.loss, args.out), sep="\n")
         return
     tokens = prepare(source, tokenizer, args)
-    print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
+    print(f"{args.out}: {tokens['train']:,} training, {counted(tokens['val'], 'validation token')}")
     read = _READ[args.special_tokens]
-    print(f"{tokens['names']:,} names of special tokens in the text, {read}")
+    print(f"{counted(tokens['names'], 'name')} of special tokens in the text, {read}")
     print(tokenizer.documents())
     if not tokens["val"]:
         print(

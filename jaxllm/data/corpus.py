@@ -99,10 +99,7 @@ def _joined(
 def cached_tokenizer(
     source: Source, content: str, held_out: float, vocab_size: int, cache: Path
 ) -> Path:
-    """The tokenizer.json of a BPE trained on the source; trains it once, then caches it.
-
-    The fraction `held_out` of the documents is for validation, so the BPE does not see it.
-    """
+    """The tokenizer.json of a BPE, trained once, without the held-out fraction of documents."""
 
     def texts() -> Iterator[str]:
         characters = 0

@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from jaxllm.data.shards import ShardWriter, check_shard, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
-from jaxllm.terminal import progress_bar
+from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
 VERSION = 7  # increment it when the same conversations and tokenizer would give other tokens
@@ -33,15 +34,11 @@ _NAMED = 3  # reasons to refuse that a report names, with as many conversations;
 
 
 def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: str) -> None:
-    """Writes all conversations of a source to a folder, and last a report with the `key` of both.
-
-    Raises InputError for conversations that cannot be read, and if none has a token with loss.
-    """
+    """Writes all conversations to a folder, and last a report with `key`; raises InputError."""
     refused: dict[str, list[str]] = defaultdict(list)
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
-    writer = ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)
-    try:
+    with closing(ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)) as writer:
         each = _rendered(source, tokenizer, loss, refused)
         for batch in batched(each, lambda entry: len(entry[1][0])):
             pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
@@ -56,8 +53,6 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
                 ranks.append(hold_out_rank(text))
                 with_loss += int(mask.sum())
                 largest = max(largest, int(ids.max()))
-    finally:
-        writer.close()
     if not lengths:
         why = "it is empty" if not refused else describe_refused(refused)
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
@@ -155,7 +150,8 @@ class Encoded:
         share = page["with_loss"] / page["tokens"]
         by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
         whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
-        text = f"{page['conversations']:,} conversations, {page['tokens']:,} tokens, {share:.1%}"
+        text = counted(page["conversations"], "conversation") + ", "
+        text += f"{counted(page['tokens'], 'token')}, {share:.1%}"
         text += f" with loss ({whose})"
         return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
 
@@ -168,10 +164,7 @@ class Encoded:
 
 
 class Fitted:
-    """The conversations that fit into seq_len + 1 tokens: whole, cut, or left out.
-
-    validation: conversations to leave out, too.  Raises InputError if none with loss is left.
-    """
+    """Conversations, whole, cut or left out, in seq_len + 1 tokens, without `validation`'s."""
 
     def __init__(
         self, encoded: Encoded, seq_len: int, too_long: str, validation: "Fitted | None" = None

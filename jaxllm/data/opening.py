@@ -14,6 +14,7 @@ from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
@@ -24,7 +25,6 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
 
     training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
     and may be shorter than a window.
-    Raises InputError for bad data.
     """
     config, seq_len, vocab_size = run.data, run.train.seq_len, run.model.vocab_size
     cache = cache_folder(config.cache_dir)
@@ -46,7 +46,7 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
             train, val = _split(train, val, seq_len, given=config.val_path is not None)
-            what += f", {len(train):,} training and {len(val):,} validation tokens"
+            what += f", {len(train):,} training and {counted(len(val), 'validation token')}"
         if config.pack == "documents":
             separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
@@ -120,10 +120,10 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
         check_shard(folder / name, cache, size, written)
     train, val = (open_shard(folder / name) for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
-    what = f"{config.source}: {documents:,} documents in {what}"
+    what = f"{config.source}: {counted(documents, 'document')} in {what}"
     if counts["names"]:
         read = "tokens" if special == "tokens" else "plain text"
-        what += f", {counts['names']:,} names of special tokens read as {read}"
+        what += f", {counted(counts['names'], 'name')} of special tokens read as {read}"
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
@@ -137,6 +137,12 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
         written |= {folder / name: x for name, x in page.get("sha256", {}).items()}
         if not page.get("done", True):
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
+        gone = [folder / x for x in page.get("beside", ()) if not (folder / x).exists()]
+        if gone and config.tokenizer is None:
+            raise InputError(
+                f"{gone[0]} is gone since its shards were prepared, and with it what begins and"
+                " ends a text; copy it back, or name the tokenizer with data.tokenizer"
+            )
         if (end := page.get("end_token")) not in (None, config.end_token):
             raise InputError(f"{folder} was prepared with --end_token {end}: set data.end_token")
 
@@ -236,8 +242,8 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
     tokens = Tokens(train.parts + val.parts)
     if len(tokens) < 2 * window:
         raise InputError(
-            f"the data has {len(tokens)} tokens, fewer than the {2 * window} of one training and "
-            f"one validation window of {window} (seq_len + 1)"
+            f"the data has {counted(len(tokens), 'token')}, fewer than the {2 * window} of"
+            f" one training and one validation window of {window} (seq_len + 1)"
         )
     val_windows = max(1, round(VAL_FRACTION * ((len(tokens) - 1) // seq_len)))
     cut = len(tokens) - (val_windows * seq_len + 1)
@@ -246,4 +252,4 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
 
 def _check_length(key: str, tokens: Tokens, least: int, why: str) -> None:
     if len(tokens) < least:
-        raise InputError(f"{key} has {len(tokens)} tokens, fewer than the {least} {why}")
+        raise InputError(f"{key} has {counted(len(tokens), 'token')}, fewer than the {least} {why}")

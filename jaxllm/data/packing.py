@@ -6,13 +6,11 @@ from collections import defaultdict
 import numpy as np
 
 from jaxllm.data.loader import IGNORE, Tokens
+from jaxllm.terminal import counted
 
 
 class Packed:
-    """Rows of whole conversations, each a segment, as a source of samples.
-
-    A conversation of n tokens takes n - 1 places: its last token is only a label.
-    """
+    """Rows of whole conversations, whose last token is only a label and takes no place."""
 
     def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int):
         """entries: 2 id + (1 if the token has loss); spans: (n, 2), of conversations."""
@@ -47,14 +45,11 @@ class Packed:
     def describe(self) -> str:
         """For people: conversations, rows, and how full these are."""
         full = (self.tokens - len(self._spans)) / (len(self) * self._seq_len)
-        return f"{len(self._spans):,} in {len(self):,} rows, {full:.0%} full"
+        return f"{len(self._spans):,} in {counted(len(self), 'row')}, {full:.0%} full"
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Packs lengths of 1 to `size` into rows, the longest first, each where the least room is left.
-
-    Returns the places of the lengths in each row; equal lengths in their order.
-    """
+    """The places of lengths (1 to `size`) in rows: the longest first, where least room is left."""
     rows: list[list[int]] = []
     rooms: list[int] = []  # sorted: what some row has left
     having = defaultdict(list)  # the rows with that room

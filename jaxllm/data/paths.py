@@ -17,6 +17,7 @@ import yaml
 from rich.filesize import decimal
 
 from jaxllm.errors import InputError
+from jaxllm.terminal import counted
 
 # The suffixes to look for in a folder; a path to one file or a glob accepts any name.
 _SUFFIXES = {
@@ -56,7 +57,7 @@ class Found(NamedTuple):
         """For people: the number of files, and how many are compressed."""
         kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
         of_them = f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
-        return f"{len(self.files):,} files" + of_them * bool(kinds)
+        return counted(len(self.files), "file") + of_them * bool(kinds)
 
 
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
@@ -125,7 +126,9 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
     unread = {"of a test split": test, "whose names say no split": no}
     if not validates:
         unread["of a validation split"], val = val, []
-    more = [f"; left out {len(x):,} files {why} ({x[0][0]})" for why, x in unread.items() if x]
+    more = [
+        f"; left out {counted(len(x), 'file')} {why} ({x[0][0]})" for why, x in unread.items() if x
+    ]
     return Found(train, found.left_out + "".join(more)), Found(val)
 
 
@@ -233,9 +236,10 @@ def _left_out(reasons: dict[Path, str], root: Path) -> str:
     for reason, count in ranked[:5]:
         first = min(os.path.relpath(path, root) for path in reasons if reasons[path] == reason)
         parts.append(f"{count:,} {reason} ({first}{', ...' * (count > 1)})")
-    more = f", {len(ranked) - 5} more kinds" * (len(ranked) > 5)
+    more = f", {counted(len(ranked) - 5, 'more kind')}" * (len(ranked) > 5)
     size = decimal(sum(os.path.getsize(path) for path in reasons if os.path.exists(path)))
-    return f"; left out {len(reasons):,} files ({size}): {', '.join(parts)}{more}" * bool(parts)
+    left_out = f"; left out {counted(len(reasons), 'file')} ({size}): {', '.join(parts)}{more}"
+    return left_out * bool(parts)
 
 
 def _stdlib() -> Found:
@@ -255,10 +259,7 @@ def _stdlib() -> Found:
 
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
-    """Opens a file, yields (its content, the file); decompresses gzip and zstd, by content.
-
-    The file's `tell` says how much was read. Raises InputError if it cannot be read.
-    """
+    """Yields (a file's content without gzip or zstd, the file, whose `tell` says what was read)."""
     try:
         with open(path, "rb") as file:
             head = file.peek(4)[:4]

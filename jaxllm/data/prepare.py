@@ -22,15 +22,13 @@ from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
+from jaxllm.text.files import beside
 
 _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out none by chance
 
 
 class _Split:
-    """The shards of one split.
-
-    state: the number of complete shards, and of tokens in the shard being written.
-    """
+    """The shards of one split; state: complete shards, and tokens in the one being written."""
 
     def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
@@ -89,7 +87,6 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
     are plain text or, with special_tokens="tokens", these tokens.
     The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
     at least one document unless there is only one.
-    end_token: what `tokenizer` was opened with; training must name it, too.
     Raises InputError if `out` holds anything but this same job, incomplete or done.
     """
     out, special = args.out, args.special_tokens
@@ -129,6 +126,7 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
         tokens["names"] = state["names"]
         each, cache = sorted(out.glob("*.bin")), cache_folder(None)
         page = {"sha256": {shard.name: check_shard(shard, cache, size) for shard in each}}
+        page |= {"beside": beside(out)}
         page |= {"job": job, "done": True, "tokens": tokens, "end_token": args.end_token}
         write_json(path, page)
         return tokens

@@ -21,10 +21,7 @@ _CHUNK = 1 << 22  # tokens that the scan reads at a time: at most 16 MiB
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Memory-maps the tokens of a shard.
-
-    Raises InputError for a file that is not a shard, or whose size differs from its header.
-    """
+    """Memory-maps a shard's tokens; raises InputError if its header or its size is wrong."""
     try:
         size = path.stat().st_size
         header = np.fromfile(path, "<i4", 256)

@@ -27,6 +27,7 @@ _NOT_TEXT = (  # (where, bytes that no text has there, what has them)
     (257, b"ustar", "a tar archive"),
     (0, b"PK\3\4", "a zip archive"),
     (0, b"\xfd7zXZ\0", "compressed with xz"),
+    (0, b"version https://git-lfs.", _LFS := "a pointer of Git LFS"),
     (4, b"1AY&SY", "compressed with bzip2"),
     (0, b"\x04\x22\x4d\x18", "compressed with lz4"),
 )
@@ -92,10 +93,7 @@ class Source:
                 yield piece
 
     def records(self, columns: Collection[str]) -> Iterator[Record]:
-        """Yields the objects and rows of JSON lines and parquet files, by their content.
-
-        columns: names that no object may have twice, and what is read of parquet.
-        """
+        """Yields objects and rows; columns: what parquet is read for, and no object has twice."""
         return self._each(partial(self._records, columns))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
@@ -114,7 +112,9 @@ class Source:
             _check_encoding(path, start)
             if {".csv", ".tsv"} & {*path.suffixes} and not start.lstrip(_BLANK).startswith(b"{"):
                 mark = "\\t" if ".tsv" in path.suffixes else ","
-                raise InputError(f"{path} is CSV: to write JSON lines: {_CSV.format(path, mark)}")
+                plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+                then = "unpack it; " * (plain != path) + "to write JSON lines: "
+                raise InputError(f"{path} is CSV: {then}{_CSV.format(plain, mark)}")
         return (_rows if table or self.kind == "parquet" else _lines)(name, path, columns)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
@@ -261,7 +261,8 @@ def _check_encoding(path: Path, start: bytes) -> None:
         raise InputError(f"{path} is of parquet or Arrow, not text: name parquet as its source")
     for at, mark, kind in _NOT_TEXT:
         if start[at : at + len(mark)] == mark:
-            raise InputError(f"{path} is {kind}, not text: unpack it; gzip and zstd are read as is")
+            fix = "run git lfs pull" if kind == _LFS else "unpack it; gzip and zstd are read as is"
+            raise InputError(f"{path} is {kind}, not text: {fix}")
     # By a byte order mark, or by where zeros are, of which UTF-8 may have some.
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)

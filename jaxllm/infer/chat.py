@@ -61,10 +61,7 @@ class Chat:
         self.reset(args.system)
 
     def reset(self, system: str | None) -> None:
-        """Begins a new conversation.
-
-        Raises InputError if there is no chat template, or it refuses the system message.
-        """
+        """Begins a conversation; raises InputError if no chat template takes the system message."""
         messages = [] if system is None else [{"role": "system", "content": system}]
         self._writer.tokenizer.chat([*messages, {"role": "user", "content": "a"}])
         self._system, self.messages = system, messages

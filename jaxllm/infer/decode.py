@@ -18,6 +18,7 @@ from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, spec_of
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
@@ -30,10 +31,7 @@ Openable = RunWeights | PackedWeights | AdapterWeights
 
 
 def open_run(directory: str | Path, step: int | None = None) -> Openable:
-    """Opens packed weights, a folder of peft, or a run's newest checkpoint or `step`'s.
-
-    Raises InputError.
-    """
+    """Opens packed weights, peft's, or a run's newest checkpoint or `step`'s; raises InputError."""
     weights = open_weights(directory, step)
     if isinstance(weights, HuggingFaceWeights):
         raise InputError(
@@ -103,7 +101,7 @@ def check_fits(ids: Sequence[int], tokens: int, most: int | None) -> None:
         raise InputError("the prompt has no tokens; give at least one character")
     if most is not None and len(ids) + tokens > most:
         raise InputError(
-            f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
+            f"the prompt's {counted(len(ids), 'token')} and --tokens={tokens} exceed"
             f" model.max_seq_len={most}; shorten the prompt or lower --tokens"
         )
 

@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
-from jaxllm.data.loader import Tokens
+from jaxllm.data.loader import IGNORE, Tokens
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
-from jaxllm.terminal import progress_bar
+from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
@@ -97,7 +97,6 @@ def validation(args: argparse.Namespace) -> str:
     from flax import nnx
 
     from jaxllm.infer.decode import load_model, open_run
-    from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
@@ -109,7 +108,10 @@ def validation(args: argparse.Namespace) -> str:
         )
     data = open_dataset(config, training=False)
     where = config.data.val_path or config.data.path or config.data.source
-    print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
+    print(
+        f"data: {counted(data.val_tokens, 'token')} of {where} ({data.description})",
+        file=sys.stderr,
+    )
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
     size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
@@ -143,7 +145,7 @@ def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     found = 0
     for start in range(1, count + 1, _DECODED):
         ids = tokens.read(start, min(start + _DECODED, count + 1))
-        found += len(tokenizer.decode(ids, special=False).encode())
+        found += len(tokenizer.decode(ids, special=False, clean=False).encode())
     return found
 
 
@@ -194,7 +196,7 @@ def hellaswag(args: argparse.Namespace) -> str:
     acc, acc_norm = (float((s.argmax(-1) == right).mean()) for s in (scores, scores / characters))
     return (
         f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
-        f" {len(questions):,} questions"
+        f" {counted(len(questions), 'question')}"
     )
 
 

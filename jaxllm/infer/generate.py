@@ -7,6 +7,7 @@ is a single one; what ends it and the speed go to stderr.
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxllm.config import SampleConfig, sampling
@@ -26,7 +27,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="jaxllm generate", description=__doc__.partition(": ")[0] + ".")
     what = parser.add_mutually_exclusive_group(required=True)
     parser.option("--prompt TEXT", "the text to continue", among=what)
-    parser.option("--prompts FILE", "a file with one prompt per non-blank line", among=what)
+    parser.option("--prompts FILE", "one prompt per non-blank line; -: standard input", among=what)
     parser.option(
         "--chat",
         "the prompt is a message to a chat model; each line of --prompts is a conversation:"
@@ -90,7 +91,8 @@ def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> None:
     texts = [args.prompt]
     if args.prompts is not None:
-        texts = [line for _, line in read_lines(args.prompts, "--prompts")]
+        file = Path("/dev/stdin") if args.prompts == Path("-") else args.prompts
+        texts = [line for _, line in read_lines(file, "--prompts")]
     chats = [_conversation(args, text, n) for n, text in enumerate(texts, 1)] if args.chat else None
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     from jaxllm.infer.decode import check_fits

@@ -9,7 +9,7 @@ by jaxllm convert.
 import argparse
 import json
 import logging
-from itertools import islice
+from itertools import batched, islice
 from pathlib import Path
 
 import jax
@@ -97,8 +97,7 @@ class RunLM(TemplateLM):
         batches = []
         for kind, members in kinds.items():
             members.sort(key=lambda i: -len(prompts[i]))
-            size = self.scorer.size
-            batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
+            batches += [(kind, rows) for rows in batched(members, self.scorer.size)]
         texts = [""] * len(requests)
         for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
             config, stops = _sampling(json.loads(kind), self.tokenizer.sampling)

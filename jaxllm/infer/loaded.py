@@ -10,8 +10,10 @@ from flax import nnx
 from jaxllm.config import MeshConfig, ModelConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
+from jaxllm.infer.writer import Text
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 from jaxllm.weights.pretrained import open_weights
 
@@ -35,15 +37,19 @@ class Loaded(NamedTuple):
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
         with jax.set_mesh(None):  # the model is on one device, whatever mesh the caller has set
             found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
-        known = self.tokenizer.decode(ids, special=False)
-        return self.tokenizer.decode([*ids, *found], special=False)[len(known) :]
+        text = Text(self.tokenizer, ids)
+        for token in found:
+            text.add(token)
+        return text.text
 
     def score(self, text: str) -> float:
         """The log-likelihood of all tokens of a text but its first, in nats."""
         ids = self.tokenizer.prompt(text)
         most = decode.most_tokens(self.config) or len(ids)
         if not 2 <= len(ids) <= most + 1:
-            raise InputError(f"the text has {len(ids)} tokens; a score needs 2 to {most + 1}")
+            raise InputError(
+                f"the text has {counted(len(ids), 'token')}; a score needs 2 to {most + 1}"
+            )
         with jax.set_mesh(None):
             tokens = jnp.array([ids])
             return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
@@ -52,6 +58,8 @@ class Loaded(NamedTuple):
 def load(path: str | Path, step: int | None = None) -> Loaded:
     """`jaxllm.load`."""
     weights = open_weights(path, step)
+    if step is not None and (weights.run is None or step != weights.step):
+        raise InputError(f"step={step} is of a run's checkpoint, and {path} holds no such")
     tokenizer = decode.open_tokenizer(weights)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -13,6 +13,7 @@ from jaxllm.config import MeshConfig, SampleConfig, sampling
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 
 _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
@@ -24,7 +25,6 @@ class Writer:
 
     args: what `generate.checked` has checked.
     config: how tokens are chosen, by the options or else by the folder.
-    Raises InputError.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -102,7 +102,7 @@ class Speed:
 
     def line(self, size: int) -> str:
         """A line with tokens, time and speed; size: texts at once."""
-        text = f"{self.tokens:,} tokens in {self.seconds:.2f} s, {size} at once"
+        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {size} at once"
         if not self.timed:
             return f"{text}: too few to separate from the prompts and the compilation"
         waited = self.seconds - self.timed_seconds
@@ -165,11 +165,14 @@ class Text:
 
     def _decode(self, token: int) -> None:
         self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[: self._known])
-        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
+        tokenizer = self._tokenizer
+        known = tokenizer.decode(self._ids[: self._known], clean=False)
+        text = self._begins + tokenizer.decode(self._ids, clean=False)[len(known) :]
+        self.text = tokenizer.cleaned(text)
         # Its end may be the first bytes of a character, and bytes that are tokens make one text.
-        if not self.text.endswith(_UNFINISHED) and token not in self._tokenizer.byte_tokens:
-            self._ids, self._begins = self._ids[-_TAIL:], self.text
+        unfinished = text.endswith(_UNFINISHED) or token in tokenizer.byte_tokens
+        if not unfinished and not (tokenizer.cleans and " " in text[-3:]):  # " n't" has 4
+            self._ids, self._begins = self._ids[-_TAIL:], text
             self._known, self.certain = len(self._ids), len(self.text)
 
     def finish(self) -> None:

@@ -45,16 +45,16 @@ class Pages:
         self.config = {key: config[key] for key in config if key in {*_IDS, *APPLIED, *OTHERS}}
         # Without a generation_config.json transformers takes the settings of config.json.
         self.sampling = self.generation if (model / GENERATION).exists() else self.config
+        for page, name in ((self.generation, GENERATION), (self.config, "config.json")):
+            _check_types(page, model / name)
         self.model = str(config.get("model_type"))
         self.template = _template(folder, self.tokenizer) if present else {}
 
     def given(self) -> dict[str, str | dict | None]:
-        """{bos_token, eos_token, ...: value}.
-
-        In the order in which transformers gives ids to those that the tokenizer lacks.
-        """
+        """{bos_token, ...: value}, in the order in which transformers numbers what is missing."""
         page = self.tokenizer | self.specials
-        page |= extra if isinstance(extra := page.get("extra_special_tokens"), dict) else {}
+        for key in ("extra_special_tokens", "model_specific_special_tokens"):
+            page |= extra if isinstance(extra := page.get(key), dict) else {}
         keys = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
         return {key: page[key] for key in keys if key in page and key.endswith("_token")}
 
@@ -72,7 +72,7 @@ class Pages:
 
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class")
 # transformers' settings on which a text depends: those that we apply; others, and what is off.
 APPLIED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.fromkeys(
@@ -83,6 +83,19 @@ OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.
     max_new_tokens min_length min_new_tokens max_time encoder_repetition_penalty
     """.split()
 )
+
+
+def _check_types(page: dict[str, Any], path: Path) -> None:
+    """Raises InputError for ids and switches that would otherwise have no effect, or another."""
+    for key in ("bos_token_id", "eos_token_id"):
+        if not all(type(i) is int for i in _listed(page.get(key))):
+            raise InputError(f"{path}: {key}={page[key]!r:.50} must be an id or a list of ids")
+    if page.get("do_sample") not in (True, False, None):
+        raise InputError(f"{path}: do_sample={page['do_sample']!r:.50} must be true or false")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _name(value: Any) -> str | None:
@@ -133,10 +146,7 @@ def find_base(folder: Path, name: str) -> Path | None:
 
 
 def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a tokenizer.json, or of vocab.json and merges.txt.
-
-    Raises InputError.
-    """
+    """Opens a tokenizer.json, or vocab.json and merges.txt; raises InputError."""
     folder = path.parent
     fixes = {"split_special_tokens": "remove it"}
     if "istral" in pages.model:  # transformers replaces the regex of such a tokenizer.json
@@ -167,14 +177,20 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         except OSError as error:
             raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
-            raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+            fix = "; if it is a pointer of Git LFS, run git lfs pull" * (path.stat().st_size < 1000)
+            raise InputError(f"{path} is not a tokenizer.json: {error}{fix}") from error
+    if dropout := getattr(library.model, "dropout", None):
+        raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
     if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
+        spaced = bool(pages.tokenizer.get("add_prefix_space"))
+        if spaced and kind in _REBUILT[:2]:  # only before the text, not before each digit, too
+            library.pre_tokenizer = pre_tokenizers.ByteLevel()
         before = library.pre_tokenizer
         for part in before if isinstance(before, pre_tokenizers.Sequence) else [before]:
             if isinstance(part, pre_tokenizers.ByteLevel):
-                part.add_prefix_space = bool(pages.tokenizer.get("add_prefix_space"))
+                part.add_prefix_space = spaced
     if kind in _REBUILT[:2] and END_OF_TEXT in library.get_vocab() | pages.added:
         names = ("bos_token", "eos_token", "unk_token")
         pages.tokenizer = dict.fromkeys(names, END_OF_TEXT) | pages.tokenizer
@@ -204,7 +220,8 @@ def _check_template(post: dict[str, Any], path: Path) -> None:
 def _kind(pages: Pages) -> str:
     """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
     by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
-    named = pages.tokenizer.get("tokenizer_class") or by_model.get(pages.model)
+    named = pages.tokenizer.get("tokenizer_class") or pages.config.get("tokenizer_class")
+    named = named or by_model.get(pages.model)
     return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
 
 
@@ -254,12 +271,13 @@ def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
         token.special |= token.content in names
     present = {token.content for token in [*known.values(), *new]}
     library.add_tokens([*new, *(token for token in named + more if token.content not in present)])
+    if _kind(pages) == "Qwen2Tokenizer":  # which then makes all that have a name special
+        library.add_tokens([AddedToken(x.content, special=True) for x in named + more])
 
 
-def ids(value: Any) -> list[int]:
-    """The ids of eos_token_id: one, a list, or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
+def ids(value: int | list[int] | None) -> list[int]:
+    """The ids of eos_token_id; a negative one means that there is none."""
+    return [i for i in _listed(value) if i >= 0]
 
 
 def beside(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import ByteLevelBPETokenizer, models
 
 from jaxllm.errors import InputError
 from jaxllm.text import files
@@ -16,6 +17,9 @@ from jaxllm.text.chat import render
 
 _CONTEXT = 16  # characters before a cut that are encoded again with what follows
 AROUND = 512  # characters on each side of a cut that are encoded to test it
+# The setting that spaces before punctuation go, of a BPE only with another one, as in transformers.
+_CLEANS, _FOR_BPE = "clean_up_tokenization_spaces", "_for_bpe_even_though_it_will_corrupt_output"
+_SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
 
 
@@ -33,7 +37,6 @@ class Tokenizer:
         or else the end of the document before, as in llm.c's shards; separator: its first, if any.
     special: {name: id} of the special tokens.
     chat_templates: {name: template}.
-    Raises InputError.
     """
 
     def __init__(
@@ -54,13 +57,19 @@ class Tokenizer:
         byte = re.compile("<0x[0-9A-F]{2}>")
         self.byte_tokens = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
 
+        of_bpe = _FOR_BPE * isinstance(library.model, models.BPE)
+        self.cleans = all(map(pages.tokenizer.get, {_CLEANS, _CLEANS + of_bpe}))
+
+        self._beyond: set[str] = set()  # ids that the files name in vain
         before, after = self._around(vocabulary)
         if (largest := max([*before, *after], default=0)) >= self.vocab_size:
             raise InputError(
                 f"{self.path}: its post_processor puts id {largest} around a text, which is beyond"
                 f" its {self.vocab_size} entries"
             )
-        only = list(self.special.values()) if len(self.special) == 1 else []
+        unknown = getattr(library.model, "unk_token", pages.names().get("unk_token"))
+        one = len(self.special) == 1 and unknown not in self.special
+        only = [*self.special.values()] * one
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
         end = None if end_token is None else vocabulary.get(end_token)
@@ -101,7 +110,9 @@ class Tokenizer:
 
     def _stated(self, page: dict[str, Any], kind: str) -> list[int]:
         """The ids in a file that the tokenizer has; a config.json may hold its class's defaults."""
-        return [i for i in files.ids(page.get(f"{kind}_token_id")) if i < self.vocab_size]
+        ids = files.ids(page.get(key := f"{kind}_token_id"))
+        self._beyond |= {f"{key}={i}" for i in ids if i >= self.vocab_size}
+        return [i for i in ids if i < self.vocab_size]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -116,6 +127,9 @@ class Tokenizer:
         """What begins and ends a text, in a line."""
         before, ends = (list(map(self._name, x)) for x in (self._before, sorted(self.ends)))
         begins = f"text: begins with {' '.join(before)}" if before else "text: has no first token"
+        if self._beyond:
+            beyond = ", ".join(sorted(self._beyond))
+            begins += f" ({beyond} is beyond the {self.vocab_size} entries, so not used)"
         if ends:
             return f"{begins}, ends at {' or '.join(ends)}"
         fix = "names a token that ends it: data.end_token or --stop can"
@@ -123,10 +137,7 @@ class Tokenizer:
 
     @functools.cached_property
     def sampling(self) -> dict[str, Any]:
-        """The settings of `Sampling` that the folder names.
-
-        As in transformers, do_sample=true alone means temperature 1 and top_k 50.
-        """
+        """What the folder sets of `Sampling`; do_sample=true alone is temperature 1, top_k 50."""
         page = self._pages.sampling
         used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
         if (samples := used.pop("do_sample", None)) is None:
@@ -205,9 +216,16 @@ class Tokenizer:
         """How many names of special tokens a text has."""
         return len(self._names.findall(text))
 
-    def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
-        """The text of ids; special: with the names of special tokens."""
-        return self._library.decode([int(i) for i in ids], skip_special_tokens=not special)
+    def decode(self, ids: Iterable[int], *, special: bool = True, clean: bool = True) -> str:
+        """The text of ids; special: with the names of special tokens; clean: as `cleaned` does."""
+        text = self._library.decode([int(i) for i in ids], skip_special_tokens=not special)
+        return self.cleaned(text) if clean else text
+
+    def cleaned(self, text: str) -> str:
+        """A text without spaces before punctuation, if the files ask for it (`cleans`)."""
+        for spaced in _SPACED if self.cleans else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
         """The ids of a conversation by the chat template, and a mask of the assistant's tokens.
@@ -356,3 +374,15 @@ class Tokenizer:
 def _known(i: int | None) -> list[int]:
     """The id in a list, which is empty for None."""
     return [] if i is None else [i]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE like GPT-2's, which encodes any byte, and saves its tokenizer.json.
+
+    A small text may yield fewer than `vocab_size` entries. The end-of-text token has id 0.
+    """
+    library = ByteLevelBPETokenizer()
+    options = dict(min_frequency=0, show_progress=False, special_tokens=[files.END_OF_TEXT])
+    library.train_from_iterator(texts, vocab_size, **options)
+    # The library's `save` raises a plain Exception on a full disk.
+    files.write_whole(path, library.to_str(pretty=True).encode())

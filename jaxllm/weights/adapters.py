@@ -213,15 +213,13 @@ def targets(config: ModelConfig) -> list[str]:
 
 
 def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
-    """The adapters in a folder of peft.
-
-    Raises InputError for what is not supported, and for adapters of another model.
-    """
+    """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
     keys = Page(page, folder / PAGE)
     keys.only("peft_type", "LORA")
     keys.only("bias", "none")
-    drawn = page.get("init_lora_weights") in (True, "gaussian")  # other ways change the base, too
+    # Other ways to draw them change the base, too.
+    drawn = page.get("init_lora_weights") in (True, "gaussian", "orthogonal")
     free = {*_FREE, "init_lora_weights"} if drawn else _FREE
     keys.refuse_rest(free, "merge with peft's merge_and_unload")
     path = page.get("base_model_name_or_path")

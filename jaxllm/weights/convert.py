@@ -21,6 +21,7 @@ from pathlib import Path
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.text.files import copy_companions, take_ids
 
@@ -77,13 +78,11 @@ def _packing(args: argparse.Namespace):
 def convert(args: argparse.Namespace, packing) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
-    args: the options.  step: only for a run; dtype: only for a run that becomes a Hugging Face
-        folder; merge: of adapters; without it, a run with model.lora becomes a folder of peft.
+    args: the options.  Without merge, a run with model.lora becomes a folder of peft.
     packing: a Packing, which makes a folder of packed weights; or None.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
-    from jaxllm.weights.adapters import AdapterWeights
-    from jaxllm.weights.pretrained import open_weights
+    from jaxllm.weights import adapters, pretrained
 
     source, out = args.source, args.out.absolute()  # what is printed works in every directory
     step, dtype, merge = args.step, args.dtype, args.merge
@@ -91,8 +90,8 @@ def convert(args: argparse.Namespace, packing) -> None:
     if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
-    weights = open_weights(source, step)
-    adapts, of_run = isinstance(weights, AdapterWeights), weights.run is not None
+    weights = pretrained.open_weights(source, step)
+    adapts, of_run = isinstance(weights, adapters.AdapterWeights), weights.run is not None
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
         raise InputError(
@@ -115,9 +114,9 @@ def convert(args: argparse.Namespace, packing) -> None:
             result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
         else:
             result = _to_ours(weights, folder, out, packing, merge)
-        if isinstance(weights, AdapterWeights) and merge:
+        if isinstance(weights, adapters.AdapterWeights) and merge:
             weights.verify()
-    print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
+    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
 
 
 @contextlib.contextmanager
@@ -136,11 +135,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
-    from jaxllm.weights.adapters import PAGE, write_peft
-    from jaxllm.weights.checksums import tokenizer_digest
-    from jaxllm.weights.huggingface import HuggingFaceWeights
-    from jaxllm.weights.packed import write_packed
-    from jaxllm.weights.pretrained import write_checkpoint
+    from jaxllm.weights import adapters, checksums, huggingface, packed, pretrained
 
     tokenizer = str(out / "tokenizer.json") if _copy_text(weights, folder) else None
     run, model = weights.run, weights.config
@@ -155,51 +150,46 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if merge:
         run = run.model_copy(update={"model": weights.plain})
     (folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
-    about = {"config": run.model_dump()} | tokenizer_digest(folder)
+    about = {"config": run.model_dump()} | checksums.tokenizer_digest(folder)
     if packing is not None:
         about |= {"step": weights.step, "packed_from": str(weights.folder)}
-        size = write_packed(folder, run.model, packing, weights, about)
+        size = packed.write_packed(folder, run.model, packing, weights, about)
         use = f"jaxllm generate --checkpoint {shlex.quote(str(out))}"
         return f"{packing}, {size / 1e6:,.1f} MB; to use: {use}"
     if weights.run is not None:
-        write_peft(weights, folder)
+        adapters.write_peft(weights, folder)
         said = f"the adapters of step {weights.step} as a folder of peft"
-        if isinstance(weights.base, HuggingFaceWeights):
+        if isinstance(weights.base, huggingface.HuggingFaceWeights):
             return said
         return (
             f"{said}; peft itself cannot read their base {weights.base.folder}: name a Hugging Face"
-            f" folder of it as base_model_name_or_path in {PAGE}"
+            f" folder of it as base_model_name_or_path in {adapters.PAGE}"
         )
     check_writable(out, checkpoints=True)
     about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
-    write_checkpoint(folder / "checkpoints", weights, about)
+    pretrained.write_checkpoint(folder / "checkpoints", weights, about)
     train = f"jaxllm train --config {shlex.quote(str(out / 'config.yaml'))}"
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
-    from jaxllm.weights.huggingface import write_tensors
-    from jaxllm.weights.huggingface_config import config_json
-    from jaxllm.weights.places import places
+    from jaxllm.weights import huggingface, huggingface_config, places
 
     config = weights.config
-    page = config_json(config, dtype)
+    page = huggingface_config.config_json(config, dtype)
     tokenizer = _copy_text(weights, folder)
     page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
-        for place in places(config)
+        for place in places.places(config)
     )
-    write_tensors(folder, config, dtype, tensors)
+    huggingface.write_tensors(folder, config, dtype, tensors)
     return f"the checkpoint of step {weights.step} as a Hugging Face folder"
 
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:
-    """Copies what a folder says about its text.
-
-    Returns the tokenizer; None, said on the screen, without one that is read.
-    """
+    """Copies what a folder says about text; None, said on the screen, if no tokenizer is read."""
     run = weights.run
     given = run and run.data.tokenizer
     path = folder = weights.text

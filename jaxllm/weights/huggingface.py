@@ -34,7 +34,7 @@ SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several fi
 AHEAD = 4
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-_READABLE = ("F32", "F16", "BF16")
+_READABLE = ("F32", "F16", "BF16", "F64")
 # Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
     r"transformer\.h\.\d+\.attn\.(masked_)?bias|(.+\.)?rope\.freqs"
@@ -202,8 +202,12 @@ def unread_in(folder: Path) -> str:
     for path in sorted(folder.glob("*.*")):
         if not path.exists():  # the Hub's cache copied without the files that it links to
             return f"; {path.name} is a link to {path.readlink()}, which does not exist: cp -rL"
-    pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in folder.glob(f"*.{end}"))
-    return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
+    kinds = dict.fromkeys(("bin", "pth", "pt"), "a pickle, which is never opened")
+    kinds |= dict.fromkeys(("gguf", "h5", "msgpack", "onnx"), "of another format than safetensors")
+    for end, kind in kinds.items():
+        for path in sorted(folder.glob(f"*.{end}")):
+            return f"; {path.name} is {kind}: write safetensors with save_pretrained"
+    return ""
 
 
 def open_safetensors(path: Path) -> Any:
@@ -301,10 +305,7 @@ def write_safetensors(
     layout: dict[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order.
-
-    The library's own writer takes all arrays at once.
-    """
+    """Writes {name: (shape, dtype)} array by array; the library's writer takes all at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in layout.items():

@@ -171,8 +171,8 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
     }
     if kind.ours == "llama3":
         fields |= kind.implied | _llama(keys, fields)
-    if name.startswith("qwen"):
-        fields |= {"window": _qwen_window(keys, fields)}
+    if "window" in fields:
+        fields |= {"window": _window(keys, fields, name.startswith("qwen"))}
     if name == "xlstm":
         fields |= _xlstm(keys, fields)
     keys.refuse_rest()
@@ -181,10 +181,7 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
-    """Builds our configuration from `fields`.
-
-    path, theirs ({our setting, dotted: their key}): for errors.
-    """
+    """Our configuration of `fields`; theirs: {our setting, dotted: their key}, for errors."""
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
     except ValidationError as e:
@@ -197,10 +194,7 @@ def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> Mod
 
 
 class Page:
-    """The keys of a configuration file, with errors that name them.
-
-    aliases: {another name of a key: the key}.
-    """
+    """The keys of a file, with errors that name them; aliases: {another name: the key}."""
 
     def __init__(self, page: dict, path: Path | str, aliases: dict[str, str] | None = None):
         self.page, self.path, self._known = dict(page), path, set(aliases or ())
@@ -276,16 +270,17 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     # null, or Llama's default
     if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:
         found["n_kv_heads"] = fields["n_heads"]
-    if page.page.get("sliding_window", 0) is None:  # the default is a window
-        found["window"] = None
     return found
 
 
-def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
+def _window(page: Page, fields: dict[str, Any], qwen: bool) -> int | None:
     """The window of all layers; raises InputError if only some have one."""
-    n_layers = fields["n_layers"]
-    window = fields["window"] if page.get("use_sliding_window", False) else None
-    first = page.get("max_window_layers", 28)  # the layers before it see everything
+    n_layers, window, first = fields["n_layers"], fields["window"], 0
+    if page.page.get("sliding_window", 0) is None:  # the default is a window
+        window = None
+    if qwen:
+        window = window if page.get("use_sliding_window", False) else None
+        first = page.get("max_window_layers", 28)  # the layers before it see everything
     given = page.get("layer_types", None)
     if not isinstance(n_layers, int) or not isinstance(first, int):
         raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
@@ -298,8 +293,7 @@ def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
     if kinds != {"sliding_attention"} or window is None:
         raise InputError(
             f"{page.path}: a window in some layers only is not supported"
-            f" (use_sliding_window={window is not None}, max_window_layers={first},"
-            f" layer_types={given!r:.80})"
+            f" (sliding_window={window}, max_window_layers={first}, layer_types={given!r:.80})"
         )
     return window
 
@@ -318,10 +312,7 @@ def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, the inverse of `model_config`; dtype: the weights'.
-
-    Raises InputError for a model that transformers does not support.
-    """
+    """A model's config.json (dtype: the weights'); raises InputError if there is none."""
     kinds = [
         (name, kind)
         for name, kind in KINDS.items()

@@ -99,10 +99,7 @@ def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel
 
 
 def base_packing(config: ModelConfig) -> Packing | None:
-    """How `model.quantize` packs the matrices, with the largest group that fits; None: not at all.
-
-    Raises InputError if no group fits.
-    """
+    """How `model.quantize` packs, by the largest group that fits; raises InputError."""
     if getattr(config, "quantize", None) is None:
         return None
     # pyrefly: ignore[missing-attribute]
@@ -144,10 +141,7 @@ Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
 
 
 def layout(config: ModelConfig, packing: Packing) -> Layout:
-    """{our dotted path: {name in the file: (shape, dtype)}} of every parameter.
-
-    Raises InputError if the packing does not exist or does not fit a matrix.
-    """
+    """{our path: {name in the file: (shape, dtype)}}; raises InputError if it cannot be."""
     found: Layout = {}
     params = named_params(nnx.eval_shape(lambda: create_packed(config, packing)))
     for name, param in params.items():

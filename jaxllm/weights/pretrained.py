@@ -28,10 +28,7 @@ from jaxllm.weights.places import difference, map_params, named_params
 
 
 class RunWeights:
-    """The parameters in a checkpoint of a run: the newest, or `step`'s.
-
-    Only reads the directory, so the run can continue meanwhile.
-    """
+    """The parameters in a run's newest checkpoint, or in `step`'s; the run may go on meanwhile."""
 
     packing = None
 

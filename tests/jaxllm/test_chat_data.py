@@ -73,7 +73,7 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     named = opened(config, path=str(tmp_path / "chat.json"))
     assert sorted(conversations_in(rows_of(named))) == sorted(both[1])
     assert "12 conversations" in data.description
-    assert "left out 1 files" in data.description
+    assert "left out 1 file" in data.description
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
     with pytest.raises(InputError, match=r"d\.parquet has no column .*'completion' .*, only text"):
         opened(config, path=str(folder))

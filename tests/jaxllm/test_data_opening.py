@@ -83,12 +83,12 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     data = opened(config, seq_len=T)
     again = data.tokenizer.decode(data.train.read(0, len(data.train)))
     assert again == train
-    assert f"; left out 1 files of a validation split (validation.{kind})" in data.description
+    assert f"; left out 1 file of a validation split (validation.{kind})" in data.description
     config.val_path = None
     write(tmp_path / "data" / f"more.{kind}", content)
     data = opened(config, seq_len=T)
     expected = {
-        "jsonl": "; left out 1 files whose names say no split (more.jsonl)",
+        "jsonl": "; left out 1 file whose names say no split (more.jsonl)",
         "text": "7 documents in 7 files",
     }
     assert expected[kind] in data.description
@@ -212,7 +212,7 @@ def test_validation_text_is_not_trained_on(tmp_path, config, name):
     train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
     assert val == "<|endoftext|>" + DOCUMENTS[7]
     assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
-    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 files, "
+    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 file, "
     assert said in data.description
 
 
@@ -243,7 +243,7 @@ def test_without_training_only_the_validation_data_is_read(tmp_path, config, sou
     write_shard(tmp_path / "a.bin", [1])
     config.source = "shards"
     config.path = config.val_path = str(tmp_path / "a.bin")
-    with pytest.raises(InputError, match="has 1 tokens, fewer than the 2"):
+    with pytest.raises(InputError, match="has 1 token, fewer than the 2"):
         opened(config, seq_len=64, training=False)
 
 

@@ -226,6 +226,19 @@ def test_shards_with_another_end_token_open_only_with_its_name(data):
     assert found.separator == library.token_to_id("<|end|>") == found.train.read(0, 1)
 
 
+def test_shards_that_lost_a_file_beside_their_tokenizer_do_not_open(data):
+    (data / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert main(command(data)) == 0
+    config = settings(data)
+    config.source, config.path = "shards", str(data / "out")
+    known = opened(config)
+    (data / "out/tokenizer_config.json").unlink()
+    with pytest.raises(InputError, match=r"out/tokenizer_config.json is gone since its shards"):
+        opened(config)
+    config.tokenizer = str(data / "tokenizer.json")
+    assert opened(config).fingerprint == known.fingerprint
+
+
 def test_a_job_is_known_by_the_content_of_its_files(data, capsys):
     path, words = data / "data/a.jsonl", command(data)
     assert main(words) == 0

@@ -79,12 +79,13 @@ def test_archives_and_arrays_are_refused(tmp_path):
         read("text", tmp_path / "a.tar.gz")
     for content, kind in (
         (bz2.compress(b"x"), "compressed with bzip2"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
         (lzma.compress(b"x"), "compressed with xz"),
         (b"PK\3\4\x14", "a zip archive"),
         (pyarrow.compress(b"x", "lz4", asbytes=True), "compressed with lz4"),
     ):
         for source in ("text", "jsonl"):
-            with pytest.raises(InputError, match=f"is {kind}, not text: unpack it"):
+            with pytest.raises(InputError, match=f"is {kind}, not text: (unpack|run git lfs)"):
                 read(source, write(tmp_path / "a.txt", content))
     path = parquet(tmp_path / "a.parquet", text=["a"])
     for source in ("text", "jsonl"):
@@ -108,6 +109,9 @@ def test_csv_is_refused_with_a_command_that_converts_it(tmp_path, mark):
     subprocess.run(sys.executable + command, shell=True, check=True)
     found = read("jsonl", Path(f"{path}.jsonl"))
     assert [piece.text for piece in found] == [text for text, _ in rows[1:]]
+    (packed := Path(f"{path}.gz")).write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(InputError, match=rf"is CSV: unpack it; to write .* > '{path}\.jsonl'"):
+        list(Source("jsonl", [("a", packed)]).records(["text"]))
     lines = write(tmp_path / "lines.csv", '{"text": "a"}\n')  # by content
     assert [piece.text for piece in read("jsonl", lines)] == ["a"]
 

@@ -88,7 +88,7 @@ def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
     expected = [-score for score, _ in scores]
     expected[3] += expected[2]
     np.testing.assert_allclose([one, 19 * short, 32 * window, 33 * more], expected, atol=2e-3)
-    assert "has 1 tokens, fewer than the 2" in loss(1)
+    assert "has 1 token, fewer than the 2" in loss(1)
     assert loss(1).count("\n") == 1
 
     def broken(*given):

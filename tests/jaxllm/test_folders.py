@@ -139,6 +139,12 @@ def test_a_mistral_has_a_window():
     assert mistral(sliding_window=None) == read("llama3")
     assert mistral(num_key_value_heads=None).n_kv_heads == 4
     assert read("mistral").window == 5
+    layers = lambda *kinds: [f"{kind}_attention" for kind in kinds]  # as by its AutoModel
+    assert mistral(layer_types=layers("full", "full")).window is None
+    assert mistral(layer_types=layers("sliding", "sliding")) == mistral()
+    for window, kinds in ((5, ("full", "sliding")), (None, ("sliding", "sliding"))):
+        with pytest.raises(InputError, match="a window in some layers only is not supported"):
+            mistral(sliding_window=window, layer_types=layers(*kinds))
     assert config_json(read("llama3"), "float32")["model_type"] == "llama"
 
 
@@ -281,6 +287,14 @@ def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
         open_weights(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "tf_model.h5"])
+def test_weights_of_another_format_are_named_with_the_way_out(name, tmp_path):
+    folder = folder_of(tmp_path / "hf", "llama3")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(InputError, match=f"; {name} is .*: write safetensors with save_"):
+        open_weights(folder)
+
+
 def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
     buffer = np.ones(4, np.float32)
     names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
@@ -288,7 +302,7 @@ def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
     bare = {name.removeprefix("model."): x for name, x in tensors.items()}
     mixed = tensors | {"norm.weight": tensors["model.norm.weight"]}
     del mixed["model.norm.weight"]
-    half = {name: x.astype((np.float16, ml_dtypes.bfloat16)[i % 2])
+    half = {name: x.astype((np.float16, ml_dtypes.bfloat16, np.float64)[i % 3])
             for i, (name, x) in enumerate(tensors.items())}  # fmt: skip
     for i, stored in enumerate((tensors, bare, mixed, half)):
         weights = open_weights(folder_of(tmp_path / str(i), "llama3", stored))
@@ -324,7 +338,7 @@ def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3_tied", "xlstm"])
 def test_a_device_converts_to_the_same_bits(name, dtype, tmp_path):
     tensors = {k: x.astype(dtype) for k, x in weights_of(name).items()}

@@ -235,9 +235,12 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
 class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
-    special, byte_tokens = {}, frozenset()
+    special, byte_tokens, cleans = {}, frozenset(), False
 
-    def decode(self, ids):
+    def cleaned(self, text):
+        return text
+
+    def decode(self, ids, clean=True):
         return bytes(ids).decode(errors="replace")
 
 
@@ -266,7 +269,7 @@ def test_text_decodes_only_its_last_tokens():
     class Counted(Letters):
         longest = 0
 
-        def decode(self, ids):
+        def decode(self, ids, clean=True):
             self.longest = max(self.longest, len(ids))
             return super().decode(ids)
 
@@ -289,6 +292,7 @@ def test_text_decodes_only_its_last_tokens():
             "--checkpoint nowhere does not exist: name a run's directory or packed",
         ),
         ("--checkpoint . --prompts missing.txt", "missing.txt"),
+        ("--checkpoint . --prompts -", "--prompts /dev/stdin has no line of text"),
         ("--checkpoint nowhere --prompt x --top_p 1.5", "--top_p=1.5"),
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),
         ("--checkpoint nowhere --prompt x --tokens 0", "--tokens=0"),
@@ -352,7 +356,7 @@ def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypat
     assert (speed.line(4), {text.text for text in ended}) == (right, {""})
     short = writer.Speed(block=2)
     short.fill(texts()[:1], stream(1.0, 1))
-    assert short.line(1).startswith("1 tokens in 0.00 s, 1 at once: too few")
+    assert short.line(1).startswith("1 token in 0.00 s, 1 at once: too few")
 
 
 def test_only_tokens_that_a_text_shows_are_counted():

@@ -76,11 +76,13 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         (lambda: loaded.generate(["a", "b"]), r"^\['a', 'b'\] is not one text in UTF-8$"),
         (lambda: loaded.score("a\ud800"), r"^'a\\ud800' is not one text in UTF-8$"),
         (lambda: loaded.score(""), "has 0 tokens; a score needs 2"),
-        (lambda: loaded.score("b"), f"has 1 tokens; a score needs 2 to {most + 1}$"),
+        (lambda: loaded.score("b"), f"has 1 token; a score needs 2 to {most + 1}$"),
         (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; a score"),
     ):
         with pytest.raises(InputError, match=named):
             use()
+    with pytest.raises(InputError, match="step=3 is of a run's checkpoint, and .*theirs holds no"):
+        jaxllm.load(theirs, step=3)
     right = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
         found = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)

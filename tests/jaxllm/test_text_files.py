@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers, processors
 
 from jaxllm.config.loading import sampling
 from jaxllm.errors import InputError
+from jaxllm.infer.writer import Text
 from jaxllm.text import Tokenizer, present
 
 
@@ -382,6 +383,8 @@ ADDED = [  # files; ids of "a <n>b<m> quick"; what of it is special (transformer
     ({"tokenizer_config": {"additional_special_tokens": ["<n>"]},
       "special_tokens_map": {"additional_special_tokens": ["<m>"]}},
      [64, 220, 294, 65, 27, 76, 29, 275], "<n>"),
+    ({"tokenizer_config": {"model_specific_special_tokens": {"image_token": "<n>"}}},
+     [64, 220, 294, 65, 27, 76, 29, 275], "<n>"),
 ]  # fmt: skip
 
 
@@ -406,6 +409,76 @@ def test_an_id_that_the_tokenizer_lacks_neither_begins_nor_ends_a_text(tmp_path)
     assert (tokenizer.bos, tokenizer.eos) == (right["bos"], right["eos"])
     assert tokenizer.ends == {right["eos"]}
     assert tokenizer.begin == [right["eos"]]
+    assert "eos_token_id=50256 is beyond the 294 entries, so not used" in tokenizer.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("config", {"eos_token_id": "2"}),
+        ("generation_config", {"eos_token_id": [1, "2"]}),
+        ("generation_config", {"bos_token_id": 1.0}),
+        ("generation_config", {"eos_token_id": True}),
+        ("generation_config", {"do_sample": "false"}),
+    ],
+)
+def test_ids_and_switches_of_another_type_are_named(name, page, tmp_path):
+    ((key, value),) = page.items()
+    with pytest.raises(InputError, match=re.escape(f"{name}.json: {key}={value!r} must be ")):
+        folder_of(tmp_path / "a", **{name: page})
+
+
+def test_a_tokenizer_that_draws_its_pieces_is_refused(tmp_path):
+    folder = built(tmp_path, model=tokenizers.models.BPE({"a": 0}, [], dropout=0.1))
+    with pytest.raises(InputError, match=r"dropout=0.1 makes ids random; set it to null there"):
+        Tokenizer(folder)
+
+
+def test_an_unknown_token_alone_neither_begins_nor_ends_a_text(tmp_path):
+    model = tokenizers.models.WordLevel({"<u>": 0, "a": 1}, unk_token="<u>")
+    folder = built(tmp_path, model=model)
+    page = json.loads((folder / "tokenizer.json").read_text())
+    page["added_tokens"] = [page["added_tokens"][0] | {"id": 0, "content": "<u>"}]
+    for unknown, right in (("<u>", None), ("a", 0)):
+        page["model"]["unk_token"] = unknown
+        (other := tmp_path / "other.json").write_text(json.dumps(page))
+        tokenizer = Tokenizer(other)
+        assert (tokenizer.bos, tokenizer.eos) == (right, right)
+
+
+def test_what_has_a_name_is_special_in_qwens_class(tmp_path):
+    """As by transformers 5.24, which drops its flags; other classes keep the file's token."""
+    texts = {}
+    for kind in ("qwen2", "gpt2"):
+        folder = shutil.copytree(FOLDER / kind, tmp_path / kind)
+        page = json.loads((folder / "tokenizer_config.json").read_text())
+        page["additional_special_tokens"] = ["<tool_call>"]
+        token = dict(content="<n>", lstrip=True, rstrip=True, normalized=False)
+        (folder / "tokenizer_config.json").write_text(json.dumps(page | {"pad_token": token}))
+        tokenizer = Tokenizer(folder)
+        texts[kind] = tokenizer.decode(tokenizer.encode("x<tool_call>y <n> z"), special=False)
+    assert texts == {"qwen2": "xy  z", "gpt2": "xyz"}
+
+
+@pytest.mark.parametrize(("family", "pages"), [("unigram", 1), ("gpt2", 2)])
+def test_spaces_before_punctuation_go_if_the_files_say_so(family, pages, tmp_path):
+    """As by transformers 5.24: of a BPE's text only with a second setting."""
+    spaced, right = "the dog . so ? a ' b do n't he 's", "the dog. so? a'b don't he's"
+    folder = shutil.copytree(FOLDER / family, tmp_path / "a")
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    for i, more in enumerate(("", "_for_bpe_even_though_it_will_corrupt_output"), 1):
+        page[f"clean_up_tokenization_spaces{more}"] = True
+        (folder / "tokenizer_config.json").write_text(json.dumps(page))
+        tokenizer = Tokenizer(folder)
+        ids = tokenizer.encode(spaced)
+        assert tokenizer.decode(ids, special=False) == (right if i >= pages else spaced)
+        assert tokenizer.decode(ids, special=False, clean=False) == spaced
+    text, shown = Text(tokenizer, ids[:1]), ""
+    for token in ids[1:]:
+        text.add(token)
+        assert text.text.startswith(shown)  # nothing that is certain changes
+        shown = text.text[: text.certain]
+    assert tokenizer.decode(ids[:1], special=False) + text.text == right
 
 
 def test_a_space_before_the_first_word_is_the_settings(tmp_path):
@@ -437,7 +510,8 @@ def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, space
     page = json.loads((folder / "tokenizer_config.json").read_text())
     page |= {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(page))
-    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
+    text = "fox 12" if family == "smollm2" else "the fox"  # whose digits are pieces
+    assert Tokenizer(folder).encode(text) == plain.encode(" " * spaced + text)
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
