@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxllm.config.command_line import Parser, exit_status, holds
 from jaxllm.config.sections import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.data.encoded import prepare_chat
-from jaxllm.data.paths import by_split, find_files
+from jaxllm.data.paths import Found, by_split, find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -55,11 +55,11 @@ def _add_source(command: Parser, more: str = "") -> None:
 
 
 def _open(args: Namespace, *, validates: bool) -> Source:
-    """The data that the options name, said on the screen; validates: as for `by_split`."""
+    """The data that the options name, said on the screen; validates: whether a split of it may."""
     if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     found = find_files(args.source, args.path, key="--path")
-    found, val = by_split(args.source, found, validates=validates)
+    found, val = by_split(args.source, found, None if validates else Found([]))
     if val.files:
         raise InputError(
             f"--path={args.path} has files to train on ({found.files[0][0]}) and to validate on"

@@ -34,7 +34,7 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
         found, val_found = paths["val_path"], Found([])
     else:
         found = paths.get("path") or find_files(config.source, None)  # stdlib's, or none: an error
-        found, by_name = by_split(config.source, found, validates="val_path" not in paths)
+        found, by_name = by_split(config.source, found, paths.get("val_path"))
         val_found = paths.get("val_path", by_name)
     asked, separator = (config, found, val_found, cache, vocab_size, only_val), None
     if config.source == "chat":  # conversations are packed already
@@ -83,12 +83,10 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
             f" ({val_found.files[0][1]}, ...), which is not trained on; name other data, or omit"
             " data.val_path to hold out a part"
         )
-    text = found.describe()
+    text = found.describe("training" if val_found.files else "")
     if trained < len(found.files):
         text += f" ({len(found.files) - trained:,} also in data.val_path, so not trained on)"
-    if val_found.files:
-        text += f" and, for validation, {val_found.describe()}"
-    return text
+    return text + f" and {val_found.describe('validation')} files" * bool(val_found.files)
 
 
 # Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,

@@ -53,11 +53,12 @@ class Found(NamedTuple):
     left_out: str = ""
     splits: dict[str, str] = {}
 
-    def describe(self) -> str:
-        """For people: the number of files, and how many are compressed."""
+    def describe(self, purpose: str = "") -> str:
+        """For people: the number of files, or of those for a purpose, and how many are compressed."""
         kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
         of_them = f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
-        return counted(len(self.files), "file") + of_them * bool(kinds)
+        number = f"{len(self.files):,} {purpose}" if purpose else counted(len(self.files), "file")
+        return number + of_them * bool(kinds)
 
 
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
@@ -101,10 +102,10 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     return found
 
 
-def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found, Found]:
+def by_split(kind: str, found: Found, given: Found | None = None) -> tuple[Found, Found]:
     """The files to train on and to validate on, where names say which, as on the Hub.
 
-    validates: whether to validate on any; data.val_path may name others.
+    given: the files of data.val_path, which are then all that validates.
 
     Words like train, validation and test do, of a file or a folder; of shards also val alone.
     The README.md of a dataset on the Hub goes before names.
@@ -123,9 +124,11 @@ def by_split(kind: str, found: Found, *, validates: bool = True) -> tuple[Found,
         train, no = no, []
     if not train or (kind == "text" and any(map(is_data, no))):
         return found, Found([])
-    unread = {"of a test split": test, "whose names say no split": no}
-    if not validates:
-        unread["of a validation split"], val = val, []
+    unread = {"of a test split": test, "without a split in the name": no}
+    if given is not None:
+        named = {path.resolve() for _, path in given.files}
+        unread["of a validation split"] = [x for x in val if x[1].resolve() not in named]
+        val = []
     more = [
         f"; left out {counted(len(x), 'file')} {why} ({x[0][0]})" for why, x in unread.items() if x
     ]

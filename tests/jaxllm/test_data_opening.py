@@ -88,7 +88,7 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
     write(tmp_path / "data" / f"more.{kind}", content)
     data = opened(config, seq_len=T)
     expected = {
-        "jsonl": "; left out 1 file whose names say no split (more.jsonl)",
+        "jsonl": "; left out 1 file without a split in the name (more.jsonl)",
         "text": "7 documents in 7 files",
     }
     assert expected[kind] in data.description
@@ -212,7 +212,7 @@ def test_validation_text_is_not_trained_on(tmp_path, config, name):
     train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
     assert val == "<|endoftext|>" + DOCUMENTS[7]
     assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
-    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 file, "
+    said = "60 training (1 also in data.val_path, so not trained on) and 1 validation files, "
     assert said in data.description
 
 
