@@ -79,6 +79,7 @@ def by_column(scales):
     return scales.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
 
 
+@promotions()
 def dot(t, acc, x, words, scales):
     words = jnp.stack(words, 1).reshape(1, TURN, len(words), LANES, WORDS)
     w = formats.unpack(words, t.bits, t.format).reshape(TURN, t.step, COLUMNS)

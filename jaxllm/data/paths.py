@@ -54,7 +54,7 @@ class Found(NamedTuple):
     splits: dict[str, str] = {}
 
     def describe(self, purpose: str = "") -> str:
-        """For people: the number of files, or of those for a purpose, and how many are compressed."""
+        """For people: the number of files (for a purpose), and how many are compressed."""
         kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
         of_them = f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
         number = f"{len(self.files):,} {purpose}" if purpose else counted(len(self.files), "file")
