@@ -406,6 +406,7 @@ class Run:
         if self.chat:
             text = f"> {self.prompt}\n{tokenizer.decode(tokens, special=False)}"
         else:
-            known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
-            text = self.prompt + tokenizer.decode(prompt + tokens)[known:]
+            decode = lambda ids: tokenizer.decode(ids, clean=False)
+            known = len(decode(prompt))  # the spaces after a prompt depend on it
+            text = tokenizer.cleaned(self.prompt + decode(prompt + tokens)[known:])
         self.log.sample(step, text)
