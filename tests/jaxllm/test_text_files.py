@@ -112,8 +112,8 @@ def test_how_tokens_are_chosen_comes_from_the_file_that_transformers_takes(
 def test_adapters_with_a_tokenizer_end_and_sample_as_their_base(tmp_path):
     """Trainers with peft save the tokenizer beside the adapters, but not generation_config.json."""
     settings = {"eos_token_id": [293, 295], "do_sample": True, "temperature": 0.6}
-    folder_of(tmp_path / "base", generation_config=settings, config={"bos_token_id": 296})
-    own, named = {"eos_token": "<b>"}, {"base_model_name_or_path": "../base"}
+    folder_of(tmp_path / "their base", generation_config=settings, config={"bos_token_id": 296})
+    own, named = {"eos_token": "<b>"}, {"base_model_name_or_path": "../their base"}
     tokenizer = folder_of(tmp_path / "own", tokenizer_config=own, adapter_config=named)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (296, 294, {293, 295})
     for name in ("run", "merged"):
