@@ -314,7 +314,7 @@ class Tokenizer:
         beyond = max(ids, default=0)
         if beyond >= vocab_size:
             raise InputError(
-                f"the text has {self._library.id_to_token(int(beyond))!r} (id {beyond}), which is"
+                f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
                 f" beyond the model's {vocab_size} entries: leave it out, or raise model.vocab_size"
             )
 

@@ -267,7 +267,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(runs, capsys, tmp_p
     (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
     question = {"ctx": "the <pad>", "endings": [" a", " b", " c", " d"], "label": 1}
     (tmp_path / "h.jsonl").write_text(json.dumps(question))
-    named = r"the text has '<pad>' \(id \d+\), which is beyond the model's \d+ entries"
+    named = r"the text has <pad> \(id \d+\), which is beyond the model's \d+ entries"
     assert evaluate.main(f"--checkpoint {folder} --hellaswag {tmp_path / 'h.jsonl'}".split()) == 2
     assert re.search(named, capsys.readouterr().err)
     for use in (jaxllm.load(folder).generate, jaxllm.load(folder).score):
