@@ -211,13 +211,21 @@ class SingleRowPlan(NamedTuple):
     """How a call is split; see the picture."""
 
     rows: int  # r, of a warp
-    lines: int  # rows of W of a block
     wgs: int
     k: int
-    share: int  # columns of a warpgroup
     eps: float
     centered: bool
     activation: Activation | None
+
+    @property
+    def lines(self) -> int:
+        """The rows of W of a block."""
+        return _LINES * self.rows
+
+    @property
+    def share(self) -> int:
+        """The columns of a warpgroup."""
+        return self.k // self.wgs
 
 
 def _warpgroups(k: int, dtype) -> dict[int, int]:
@@ -235,7 +243,7 @@ def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Sing
     wgs = few[0] if few else max(fit)
     pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
     rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
-    return SingleRowPlan(rows, _LINES * rows, wgs, k, k // wgs, eps, centered, activation)
+    return SingleRowPlan(rows, wgs, k, eps, centered, activation)
 
 
 # Traced and lowered once for all layers.

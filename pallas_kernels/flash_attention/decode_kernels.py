@@ -313,6 +313,7 @@ def _start(b: DecodeBlock, o_acc, m):
     """The softmax over the newest position alone: O; returns the logit and the sum of each row."""
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
+    # Rounded, as in `online_softmax`, so that l is 1.
     x = lax.optimization_barrier(masks.logits(x, b.p.scale, b.p.softcap)[0])
     m = jnp.maximum(m, x)
     l = jnp.exp2(x - m)  # 1, but 0 for a logit of -inf, and NaN for inf and NaN

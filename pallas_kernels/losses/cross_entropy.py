@@ -169,13 +169,11 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    # A cap takes registers: of a narrow tile six loads need 87, three 62.
-    part, unroll = v // 4, _UNROLL if softcap is None or tile != 128 else _UNROLL // 2
-    cut = _Cut(part, tile, part // tile, part % tile, unroll, softcap)
+    cut = _Cut(v // 4, tile, softcap)
     bar = plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
-    rows = jax.ShapeDtypeStruct((n, 4, part), z.dtype)
+    rows = jax.ShapeDtypeStruct((n, 4, cut.part), z.dtype)
     call = mosaic.kernel(
         functools.partial(_body, cut, real, write),
         name=f"linear_cross_entropy_{'gradient' if given else 'statistics'}{both}",
@@ -205,10 +203,21 @@ class _Cut(NamedTuple):
 
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
-    tiles: int
-    rest: int
-    unroll: int  # loads that a thread has in flight
     softcap: Any  # a number or None
+
+    @property
+    def tiles(self) -> int:
+        return self.part // self.tile
+
+    @property
+    def rest(self) -> int:
+        return self.part % self.tile
+
+    @property
+    def unroll(self) -> int:
+        """Loads that a thread has in flight."""
+        # A cap takes registers: of a narrow tile six loads need 87, three 62.
+        return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def layout(self, width):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))

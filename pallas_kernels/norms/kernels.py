@@ -243,16 +243,13 @@ def _backward_tiles(
         load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))
         stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
         dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
-        # With a gate n and g are always kept, because the sigmoid takes longest.
-        keeps = t.keeps_operands or dgate is not None
-        now = _Tile(centered, t, keeps, rows, dx, dgate, weight, stats)
+        now = _Tile(centered, t, rows, dx, dgate, weight, stats)
         first = _first_pass(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
         _second_pass(now, totals, *first)
         return totals
 
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    zeros = [mosaic.zeros(t.shape, t.layout) for _ in t.chunks]
-    totals = lax.fori_loop(0, steps, step, {k: list(zeros) for k in summed})
+    totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
 
@@ -260,7 +257,6 @@ def _backward_tiles(
 class _Tile(NamedTuple):
     centered: bool
     t: Tiling
-    keeps_operands: bool
     rows: dict[str, list]  # x, dy, perhaps ds, gate, in registers
     dx: Any
     dgate: Any  # or None
@@ -269,6 +265,11 @@ class _Tile(NamedTuple):
 
     def load(self, k, group, c):
         return self.rows[k][group][c].astype(jnp.float32)
+
+    @property
+    def keeps_operands(self) -> bool:
+        """As of the tiling; with a gate always, because the sigmoid takes longest."""
+        return self.t.keeps_operands or self.dgate is not None
 
     def operands(self, group, c):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""

@@ -47,14 +47,42 @@ class Tiling(NamedTuple):
     blocks: int  # of a row
     wide: bool
     tile: int  # rows
-    tiles: int
     programs: int  # for each head; backward they are persistent
-    groups: int  # sets of rows in a tile, computed together: one wide row or four narrow rows
-    chunks: range  # the register arrays of such a set
-    keeps_operands: bool  # backward n and g stay in registers between the passes over a tile
-    shape: tuple[int, int]  # of a register array
-    layout: plgpu.Layout
-    view_shape: tuple[int, ...]  # that kernels copy: (rows, heads, cols / block, block)
+
+    @property
+    def tiles(self) -> int:
+        return mosaic.cdiv(self.rows, self.tile)
+
+    @property
+    def groups(self) -> int:
+        """Sets of rows in a tile that are computed together: one wide row or four narrow rows."""
+        return self.tile if self.wide else self.tile // LINES
+
+    @property
+    def chunks(self) -> range:
+        """The register arrays of such a set."""
+        return range(mosaic.cdiv(self.blocks, LINES) if self.wide else self.blocks)
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether the backward kernel keeps n and g in registers between its passes over a tile.
+
+        For narrow rows it is faster to compute them again.
+        """
+        return self.wide and self.tile * self.blocks * self.block <= _KEPT
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (LINES, self.block)
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        return mosaic.warp_rows(self.block // 32)
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape that kernels copy: (rows, heads, cols / block, block)."""
+        return (self.tiles * self.tile, self.heads, self.blocks, self.block)
 
     def view(self, x):
         """Splits the columns into blocks, after padding the rows to whole tiles."""
@@ -99,6 +127,9 @@ class Tiling(NamedTuple):
         """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)
 
+    def zeros(self):
+        return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
+
 
 def choose_tiling(direction, shape, dtype) -> Tiling:
     """The tiling for arrays (rows, heads, cols); dtype: of x.
@@ -119,12 +150,7 @@ def choose_tiling(direction, shape, dtype) -> Tiling:
     fitting = [b for b in (256, 128, 64) if cols % b == 0 and b <= widest]
     # The widest of the blocks with which the last chunk repeats the least.
     block = min(fitting, key=lambda b: mosaic.cdiv(cols, b * lines) * b * lines)
-    programs = tiles = mosaic.cdiv(rows, tile)
+    programs = mosaic.cdiv(rows, tile)
     if direction == "backward":
         programs = min(programs, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    blocks = cols // block
-    groups, chunks = (tile, mosaic.cdiv(blocks, LINES)) if wide else (tile // LINES, blocks)
-    keeps = wide and tile * cols <= _KEPT  # narrow rows are faster if they compute n and g again
-    split = rows, heads, cols, block, blocks, wide, tile, tiles, programs, groups, range(chunks)
-    shape, layout = (LINES, block), mosaic.warp_rows(block // 32)
-    return Tiling(*split, keeps, shape, layout, (tiles * tile, heads, blocks, block))
+    return Tiling(rows, heads, cols, block, cols // block, wide, tile, programs)

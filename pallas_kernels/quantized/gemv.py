@@ -24,7 +24,7 @@ are exact in bfloat16, and scales multiply sums.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +62,8 @@ class RowPlan(NamedTuple):
     bits: int
     format: Format
     group: int  # k in a group
-    groups: int  # of a step
-    rows: int  # of scales of a turn: one for each warp, or fewer if warps share a group
     turns: int
     wgs: int
-    even: bool  # all warpgroups have equally many turns
-    share: int  # turns of a warpgroup; the last of some are past the end
     ahead: int
     each: int  # weights of a block
     activation: str | None
@@ -75,8 +71,40 @@ class RowPlan(NamedTuple):
     staged: bool  # x is in shared memory
     late: bool  # the norm is a factor of the sums
     centered: bool
-    x_layout: Any  # of (4, step) of x
-    scales_layout: Any  # of (rows, 16 groups) scales; n = r and r + 8 are in a register
+
+    @property
+    def rows(self) -> int:
+        """The rows of scales of a turn: one for each warp, or fewer if warps share a group."""
+        return max(1, min(TURN, TURN * self.step // self.group))
+
+    @property
+    def groups(self) -> int:
+        """The groups of a step."""
+        return max(1, self.step // self.group)
+
+    @property
+    def x_layout(self) -> plgpu.Layout:
+        """Of (4, step) of x."""
+        # pyrefly: ignore[bad-return]
+        return _X_FOURS if self.format == "2:4" else _X
+
+    @property
+    def scales_layout(self) -> plgpu.Layout:
+        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
+        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
+        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
+        # pyrefly: ignore[bad-return]
+        return _TILED(tiling, warps, (-2, _Any(4)), -1)
+
+    @property
+    def even(self) -> bool:
+        """Whether all warpgroups have equally many turns."""
+        return self.turns % self.wgs == 0
+
+    @property
+    def share(self) -> int:
+        """The turns of a warpgroup; the last of some are past the end."""
+        return mosaic.cdiv(self.turns, self.wgs)
 
 
 def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> RowPlan:
@@ -87,17 +115,11 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     group = weight.group or turns * TURN * weight.step
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
-    share = mosaic.cdiv(turns, wgs)
-    ahead = min(_AHEAD // each, share)
+    ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
     late = norm is not None and not centered and norm[1] is None
     staged = norm is not None or turns * TURN * weight.step <= _STAGED
-    step, even = weight.step, turns % wgs == 0
-    groups, rows = max(1, step // group), max(1, min(TURN, TURN * step // group))
-    kind = step, weight.bits, weight.format, group, groups, rows, turns, wgs, even, share
-    options = ahead, each, activation, eps, staged, late, centered
-    warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[rows]
-    of_scales = _TILED(plgpu.Tiling(((rows, COLUMNS), (2,))), warps, (-2, _Any(4)), -1)
-    return RowPlan(*kind, *options, _X_FOURS if weight.format == "2:4" else _X, of_scales)
+    kind = weight.step, weight.bits, weight.format, group
+    return RowPlan(*kind, turns, wgs, ahead, each, activation, eps, staged, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
