@@ -34,7 +34,10 @@ _NAMED = 3  # reasons to refuse that a report names, with as many conversations;
 
 
 def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: str) -> None:
-    """Writes all conversations to a folder, and last a report with `key`; raises InputError."""
+    """Writes all conversations of a source to a folder, and last a report with the `key` of both.
+
+    Raises InputError for conversations that cannot be read, and if none has a token with loss.
+    """
     refused: dict[str, list[str]] = defaultdict(list)
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
@@ -164,7 +167,10 @@ class Encoded:
 
 
 class Fitted:
-    """Conversations, whole, cut or left out, in seq_len + 1 tokens, without `validation`'s."""
+    """The conversations that fit into seq_len + 1 tokens: whole, cut, or left out.
+
+    validation: conversations to leave out, too.  Raises InputError if none with loss is left.
+    """
 
     def __init__(
         self, encoded: Encoded, seq_len: int, too_long: str, validation: "Fitted | None" = None

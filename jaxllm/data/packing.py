@@ -10,7 +10,10 @@ from jaxllm.terminal import counted
 
 
 class Packed:
-    """Rows of whole conversations, whose last token is only a label and takes no place."""
+    """Rows of whole conversations, each a segment, as a source of samples.
+
+    A conversation of n tokens takes n - 1 places: its last token is only a label.
+    """
 
     def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int):
         """entries: 2 id + (1 if the token has loss); spans: (n, 2), of conversations."""

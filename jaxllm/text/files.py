@@ -88,13 +88,14 @@ OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.
 def _check_types(page: dict[str, Any], path: Path) -> None:
     """Raises InputError for ids and switches that would otherwise have no effect, or another."""
     for key in ("bos_token_id", "eos_token_id"):
-        if not all(type(i) is int for i in _listed(page.get(key))):
+        if not all(type(i) is int for i in listed(page.get(key))):
             raise InputError(f"{path}: {key}={page[key]!r:.50} must be an id or a list of ids")
     if page.get("do_sample") not in (True, False, None):
         raise InputError(f"{path}: do_sample={page['do_sample']!r:.50} must be true or false")
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A list as it is, another value in one, and None as an empty one."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -277,7 +278,7 @@ def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
 
 def ids(value: int | list[int] | None) -> list[int]:
     """The ids of eos_token_id; a negative one means that there is none."""
-    return [i for i in _listed(value) if i >= 0]
+    return [i for i in listed(value) if i >= 0]
 
 
 def beside(folder: Path) -> list[str]:

@@ -75,14 +75,14 @@ class Tokenizer:
         end = None if end_token is None else vocabulary.get(end_token)
         if end_token is not None and end is None:
             raise InputError(f"data.end_token={end_token} is not a token of {self.path}")
-        last = _known(self.eos if end is None else end)
-        self.begin: list[int] = before or last or _known(self.bos)
+        last = files.listed(self.eos if end is None else end)
+        self.begin: list[int] = before or last or files.listed(self.bos)
         self.separator = self.begin[0] if self.begin else None
         self.finish: list[int] = (after or last) if before and last != before else []
         stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
-        stated = stated or _known(self.eos) or self.begin[:1]
-        self.ends = frozenset(stated + _known(end))
-        self.chat_ends = self.ends.union(_known(self.eos))
+        stated = stated or files.listed(self.eos) or self.begin[:1]
+        self.ends = frozenset(stated + files.listed(end))
+        self.chat_ends = self.ends.union(files.listed(self.eos))
         self._before, self._entries = before, entries
         self._checked([])
 
@@ -369,11 +369,6 @@ class Tokenizer:
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
             files.write_json(folder / "tokenizer_config.json", page)
         return found
-
-
-def _known(i: int | None) -> list[int]:
-    """The id in a list, which is empty for None."""
-    return [] if i is None else [i]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
