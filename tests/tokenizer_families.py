@@ -6,6 +6,8 @@ import shutil
 import tokenizers
 from conversations import FOLDER
 
+from jaxllm.text import Tokenizer
+
 EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 HARD = EXPECTED["HARD"]
 FAMILIES = list(EXPECTED["families"])
@@ -20,3 +22,16 @@ def built(folder, name="gpt2", added=(), **parts):
     library.add_tokens(list(added))
     library.save(str(path))
     return path.parent
+
+
+def folder_of(path, specials=("<a>", "<b>", "<c>", "<d>"), **pages):
+    """A tokenizer.json of GPT-2's bytes and `specials`, and the given files beside it."""
+    path.mkdir()
+    library = tokenizers.Tokenizer.from_file(str(FOLDER / "gpt2" / "tokenizer.json"))
+    library.add_special_tokens(list(specials))
+    page = json.loads(library.to_str())
+    page["added_tokens"] = page["added_tokens"][1:]  # without <|endoftext|>
+    (path / "tokenizer.json").write_text(json.dumps(page), encoding="utf-8")
+    for name, content in pages.items():
+        (path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return Tokenizer(path)
