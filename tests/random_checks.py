@@ -11,7 +11,8 @@ A call is right if it raises one line of ValueError or NotImplementedError, or i
   * the error is at most RATIO times that of the XLA form in the same dtype, in the maximum and in
     the root mean square.  Few elements may be right by chance, so the error of the XLA form counts
     as at least that of a truth whose arguments are rounded once more, plus one rounding,
-  * a second run has the same bits, except on cuDNN; on a GPU over memory full of NaN, then of 1e30.
+  * a second run has the same bits, except on cuDNN; on a GPU over memory full of NaN, then of 1e30,
+  * in every fourth call, a NaN in one element is in all that depends on it (random_nan.py).
 
 On a CPU kernels are interpreted, on a GPU they run natively.  --json and --run_only are for
 gpu_random.py.
@@ -40,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import random_draws
+import random_nan
 from random_calls import A, Call  # noqa: F401 (for --line)
 from random_forms import Arguments, form_of, in_float64, on_cpu, truths
 from random_memory import actual, results
@@ -139,6 +141,8 @@ def judge(call: Call) -> Verdict:
             why = against_reference(first[i], xla[i], truth[i], own[i] + lost[i], free)
         if why:
             return Verdict("wrong", form, f"{name}: {why}")
+    if call.seed[1] % 4 == 0 and (why := random_nan.lost(call, given, cotangents, names)):
+        return Verdict("wrong", form, why)
     return Verdict("right", form)
 
 

@@ -6,6 +6,7 @@ Consecutive calls go through all ops, so any `len(ORDER)` of them contain each o
 import dataclasses
 import math
 
+import jax
 import numpy as np
 from random_calls import HALVES, A, Call, Draw
 
@@ -410,6 +411,19 @@ GENERAL = ("attention", "decode_attention")  # ops with a form of its own for ot
 ORDER = (*DRAWS, "attention", "vlstm", "vlstm", "mlp", "quantized_linear", "layer_norm")
 
 
+def scaled(r: Draw, arrays: dict) -> dict:
+    """The arrays, some of those with normal values times a power of ten; gates stay below 100."""
+
+    def change(path, a: A) -> A:
+        if a.values != "normal" or np.issubdtype(a.dtype, np.integer) or r.odds(0.4):
+            return a
+        most = (-3, 1) if path[0].key in "if" else (-3, 2) if a.dtype == "float16" else (-8, 4)
+        factor = float(f"{10 ** r.rng.uniform(*most):.2g}")
+        return dataclasses.replace(a, more=tuple(factor * x for x in a.more or (1.0,)))
+
+    return jax.tree_util.tree_map_with_path(change, arrays)
+
+
 def draw(seed: int, number: int) -> Call:
     """Call `number` of this seed."""
     op = ORDER[number % len(ORDER)]
@@ -420,4 +434,5 @@ def draw(seed: int, number: int) -> Call:
     general = op in GENERAL and r.odds(0.2)
     inside = r.maybe(r.one("vmap", "map", "checkpoint"), 0.2)
     settings = (r.x64, r.odds(1 / 12), general, inside)
+    arrays = scaled(r, arrays) if r.odds(0.2) else arrays
     return Call(op, (seed, number), arrays, options, implementation, *settings)

@@ -133,6 +133,20 @@ def test_a_wrong_kernel_is_found(monkeypatch, change, why):
     assert re.match(why, verdict.why)
 
 
+def test_a_kernel_that_hides_a_nan_is_found(monkeypatch):
+    op, call = pallas_kernels.rms_norm, dataclasses.replace(NORM, seed=(1, 4), implementation=None)
+    assert random_checks.judge(call).outcome == "right"
+
+    def wrong(*args, implementation=None, **options):
+        y = op(*args, implementation="xla", **options)
+        return y if implementation == "xla" else jnp.where(jnp.isnan(y), 0, y)
+
+    monkeypatch.setattr(pallas_kernels, "rms_norm", wrong)
+    verdict = random_checks.judge(call)
+    assert verdict.outcome == "wrong"
+    assert re.match(r"y: \d+ of \d+ elements hide the NaN in (x|weight)\[", verdict.why)
+
+
 @pytest.mark.parametrize("inside", ["vmap", "map", "checkpoint"])
 def test_a_transformation_has_the_results_of_the_call(inside):
     arrays = NORM.make()
