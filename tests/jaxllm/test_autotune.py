@@ -39,6 +39,9 @@ class Step:
     def as_text(self):
         return self.program.as_text()
 
+    def compiler_ir(self, dialect):
+        return self.program.compiler_ir(dialect)
+
     def lower(self):
         return self
 

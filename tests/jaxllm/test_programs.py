@@ -7,19 +7,22 @@ import sysconfig
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
 import training_runs
 from cases import slow
 from jax.experimental import serialize_executable
+from jax.interpreters import mlir as jax_mlir
+from jaxlib.mlir import ir
 
 from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.data import cache
 from jaxllm.sharding import make_mesh
 from jaxllm.train import launch, programs
 from jaxllm.train.step import Trainer
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, rms_norm
 
 TRAIN = dict(steps=4, batch_size=4, seq_len=16)
 
@@ -48,6 +51,26 @@ def steps(trainer, program, count=3):
         )
         metrics.append(values)
     return jax.device_get((state, metrics))
+
+
+def test_each_different_kernel_is_a_program_of_its_own():
+    """What XLA compiles finds them compiled, so they must be the same calls."""
+
+    def loss(x, weight):
+        y = rms_norm(rms_norm(x, weight, implementation="mosaic"), weight, implementation="mosaic")
+        return y.astype(jnp.float32).sum()
+
+    x, weight = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(128)
+    traced = jax.jit(jax.grad(loss)).trace(x, weight)
+    found = programs._kernels(traced.lower(lowering_platforms=("cuda",)))
+    assert len(found) == 2  # forward and backward, each called twice
+    with jax_mlir.make_ir_context():
+        texts = [str(ir.Module.parse(program)) for program in found]
+    for text, name in zip(texts, ("rms_norm_forward", "rms_norm_backward"), strict=True):
+        assert "func.func @main(%arg0: tensor<" in text
+        assert text.count("custom_call @mosaic_gpu") == 1
+        assert name in text
+    assert programs._kernels(jax.jit(jnp.sin).lower(x)) == []
 
 
 def never(trainer):
