@@ -8,10 +8,10 @@
     wide  one tile of K and of V as float16, only for a float8 cache
     o     (64, D), on its way to memory: the row's result, or a float32 part with log-sum-exp
 
-A block takes its share of the tiles that its row sees: tiles up to the row's length, inside its
-window.  TMA copies the next tiles as soon as the warpgroup has left a buffer.  Other GPUs since
-Ampere run `general.decode_body`, with one buffer of K and one of V.  For D = 128 its blocks have 48
-KB of shared memory, so two are on a processor, with 32 KB of the cache on their way to it.
+A block takes its share of the tiles that its row sees: those up to its length, inside its window.
+TMA copies the next tiles as soon as the warpgroup has left a buffer.  Other GPUs since Ampere run
+`general.decode_body`, with one buffer of K and one of V.  For D = 128 its blocks have 48 KB of
+shared memory, so two are on a processor and 32 KB of the cache on their way to it.
 """
 
 import functools

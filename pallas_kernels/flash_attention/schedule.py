@@ -150,9 +150,9 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
     sections, table = mosaic.cdiv(pairs, fit), None
-    # The plan does not know what segments leave of an item.  Many blocks may then take far less
-    # time than planned: by simulation the forward pass gains 0 to 20% up to 16 blocks, and loses
-    # 10% at 32 and 20% at 64, in some cases 60%.
+    # What segments leave of an item is not known when it is planned.  Many blocks may then differ
+    # much from what they were taken for: by simulation the forward pass gains 0 to 20% up to 16
+    # blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
     known = not call.packed or levels <= 16
     if tile.persistent and known and levels * pairs > call.sms:
         costs = block_costs(visits, first_row(np.arange(levels)), block)
