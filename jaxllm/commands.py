@@ -60,7 +60,7 @@ def run(name, words=None):
     kernels = os.environ.get("JAXLLM_KERNELS", "")
     if kernels not in ("", "general"):  # pallas_kernels/dispatch.py
         return _error(f"JAXLLM_KERNELS={kernels} is not general: set that, or unset it")
-    # Of a user's other programs: float64 numbers, other random ones, errors of optax, transfers,
+    # Settings of a user's other programs: float64, random numbers, errors of optax, transfers,
     # compilation, infinities.
     for setting in [x for x in os.environ if x.startswith(FOREIGN)]:
         del os.environ[setting]

@@ -36,7 +36,7 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def own(folder: Path) -> Iterator[None]:
     """Creates a folder, if need be, and lets one process at a time write there.
 
-    Raises InputError if another one does, or if the folder cannot be written.
+    Raises InputError if another process writes there, or if the folder cannot be written.
     """
     try:
         with lock(folder / ".lock", wait=False):

@@ -6,8 +6,8 @@ shard the parameters) and `tensor` (devices that divide heads and widths).  Para
 axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves the data.
 
 Device i of N on the context axis has the i-th part of every sequence.  Attention and the vLSTM need
-whole sequences, but only one head at a time: `split_heads` and `split_sequence` exchange the two
-around them (Jacobs et al. 2023, "DeepSpeed Ulysses"; docs/several-gpus.md compares it with others).
+whole sequences, but only one head at a time: `split_heads` before them and `split_sequence` after
+them exchange the two (Jacobs et al. 2023, "DeepSpeed Ulysses"; alternatives: several-gpus.md).
 
 Kernels cannot be partitioned by XLA: plain jit would gather a sharded input and run the whole
 kernel on every device, without an error.  `per_device` therefore wraps ops in `jax.shard_map`.
@@ -269,7 +269,7 @@ def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
 
 
 def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Splits each device's part among the replicas too, along the first axis that they divide.
+    """Splits each device's part among the replicas, too, along the first axis that they divide.
 
     Returns `sharding` if there is no such axis or only one replica.
     """

@@ -38,7 +38,7 @@ def protect_streams(lossy: bool) -> None:
 
     A character that the encoding lacks is escaped; a closed stream becomes /dev/null, as its number
     would otherwise go to the next file.  Standard error never raises.
-    lossy: neither does standard output: a run goes on when its reader or its terminal has gone.
+    lossy: standard output never raises either: a run outlives its reader and its terminal.
     """
     for number in range(3):
         try:
@@ -107,7 +107,7 @@ def repeat_swallowed_interrupts() -> None:
 
 
 def is_interactive(console) -> bool:
-    """Whether a rich console can show a bar; FORCE_COLOR makes rich believe it of a pipe."""
+    """Whether a rich console can show a bar; with FORCE_COLOR rich believes that a pipe can."""
     return console.is_interactive and console.file.isatty()
 
 

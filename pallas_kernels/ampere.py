@@ -7,8 +7,8 @@
 A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.  Hopper's
 attention calls `store_rows` for what TMA cannot store, each warpgroup for its own tile.
 Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
-copies are written here in Mosaic's own language; tests/specifications.py says what they do, which
-the tests' interpreter runs.
+copies are written here in Mosaic's own language; the tests' interpreter runs what
+tests/specifications.py says of them.
 
 A tile in shared memory (`mosaic.tiled`) has rows of 8 x 16 bytes (or 4), and 16 bytes number c of
 row r stand at place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of
@@ -43,8 +43,8 @@ def load_rows(source, target, batch, head, first, end) -> None:
 def load_line(source, target, batch, head, first) -> None:
     """Starts to copy source[batch, head, first:] to target, as a part of the next `load_rows`.
 
-    source: (B, H, T) float32 in global memory, not less than target takes, T and first multiples of
-    4.  target: (n,) in shared memory, n a multiple of 4 and at most 512.
+    source: (B, H, T) float32 in global memory, long enough to fill target; T and first are
+    multiples of 4.  target: (n,) in shared memory, n a multiple of 4 and at most 512.
     """
     types = (plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3)
     scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first))
@@ -60,7 +60,7 @@ def store_rows(source, target, batch, head, first, end) -> None:
 def wait(n: int = 0) -> None:
     """Waits until at most the last n of this block's `load_rows` are under way, for all threads.
 
-    All threads have done then what stands before: nobody reads any longer what they have read.
+    All threads have then finished everything before this call, so buffers may be overwritten.
     """
     plgpu.inline_mgpu()(functools.partial(_wait, n))()
 

@@ -4,7 +4,7 @@ An op is one public function, one jnp reference and a literal tuple of `Form`s, 
 which they are tried.  The op checks its arguments and calls `run(op, forms, implementation, ...)`:
 
   None      takes the first form that fits: it supports the call, the device has what it needs, and
-            nothing says that a later form is faster; logs once if that is not the first one
+            no later form is known to be faster; logs once if the first form does not fit
   "mosaic"  takes the first of our kernels that fits, or raises NotImplementedError with all
             reasons; does not ask for a GPU, so that a CPU can interpret a kernel and lower it
   "xla"     takes the last form, the jnp reference
@@ -66,7 +66,7 @@ class Form(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How an op runs, and why: its form fits, or the first one does not; or why a form does not."""
+    """How an op runs, and why: its form fits, or why an earlier form does not."""
 
     op: str
     runs: Runs
@@ -178,7 +178,7 @@ def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, 
 
 
 def record(decision: Decision) -> None:
-    """Records a decision for `explain()`, and logs the first one of a kind that is no kernel's."""
+    """Records a decision for `explain()`, and logs the first of each kind that runs no kernel."""
     told = decision.kind not in ("asked", "fits")  # which an op without kernels does on XLA
     if decision not in _decisions and told and decision.runs not in _KERNELS:
         # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
@@ -222,7 +222,7 @@ def rehearses() -> bool:
 def elsewhere(arrays: tuple) -> str | None:
     """Why a call with these arrays does not run on the GPU that the process has, or None.
 
-    It runs where its arrays are committed, else on the default device.
+    The call runs where its arrays are committed, else on the default device.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -347,7 +347,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """A context that forgets how ops decide in it; without a GPU they decide as on an H100."""
+    """A context whose decisions are forgotten; without a GPU, ops decide in it as on an H100."""
     global _rehearsing
     before, outer = dict(_decisions), _rehearsing
     _rehearsing = True

@@ -4,9 +4,9 @@
     dwte[v] = sum of dy[b, t] over the places where tokens[b, t] = v
     dwpe[t] = sum_b dy[b, t]
 
-The forward pass gathers rows.  The backward pass must not scatter with atomics, whose order and so
-the last bits change from run to run.  XLA's stable sort (lax.sort) groups the places of each token,
-and two kernels sum them in that order:
+The forward pass gathers rows.  The backward pass must not scatter with atomics, whose order, and so
+the last bits, change from run to run.  XLA's stable sort (lax.sort) groups the places of each
+token, and two kernels sum the places in that order:
 
     sorted tokens   | 3 3 3 3 | 3 3 3 3 | 3 5 5 8 | 8 8 8 8 |       tiles (of 4 here, of 32 there)
     kernel 1          sum       sum                 sum             of tiles with a single token

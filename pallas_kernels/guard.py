@@ -1,8 +1,8 @@
-"""Says in one line, of the op that it concerns, why a traced call of a kernel cannot run.
+"""Says in one line, with the name of the op, why a traced call of a kernel cannot run.
 
 Only after an op has returned does JAX know whether it runs on a CPU, over several devices or under
-a second derivative, and JAX's errors there name neither the op nor a way out.  So the arrays of a
-kernel pass through a primitive that does nothing, but raises in these three places.
+a second derivative, and JAX's errors then name neither the op nor a way out.  So the arrays of a
+kernel pass through a primitive that does nothing, but raises in these three cases.
 """
 
 import logging
@@ -41,7 +41,7 @@ def sharded(arrays) -> str | None:
 
 
 def guarded(op: str, arrays, *, asked: bool | None = None, interpreted=True, differentiable=False):
-    """`arrays`, a tree, tied to the checks of `op` (or of one kernel: no derivative passes).
+    """`arrays`, a tree, tied to the checks of `op` (or of one kernel, which has no derivative).
 
     asked: raise, not warn, if several devices run the whole call; None: do neither.
     interpreted: the kernel runs on the CPU, too.

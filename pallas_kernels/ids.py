@@ -37,13 +37,13 @@ def labels(x: Ids, ignore_index: int) -> tuple[jax.Array, int]:
 
 
 def positions(x: Ids) -> jax.Array:
-    """x as int32, or where int32 might not hold it as float32, from which angles are computed."""
+    """x as int32, or, where int32 might not hold x, as float32, from which angles are computed."""
     x = _checked("positions", x)
     return _int32(x) if _fits(x) else jnp.asarray(x.astype(np.float32))
 
 
 def segments(*given: Ids | None) -> tuple:
-    """Ids (B, n) as int32, which within a row, over all arrays, compare as the given ids do."""
+    """Ids (B, n) as int32 that compare like the given ids within a row of all arrays together."""
     ids = [_checked("segment_ids", x) for x in given if x is not None]
     if not ids or not all(x.ndim for x in ids):  # the op names a shape that is not (B, n)
         return given

@@ -43,7 +43,7 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
 
 
 def tiled(*shape: int, dtype, cols: int | None = None):
-    """Shared memory of `wgmma_tiles`, of a row or `cols`; mma and ldmatrix (ampere.py) read it."""
+    """Shared memory in `wgmma_tiles`, for rows or `cols`; mma and ldmatrix (ampere.py) read it."""
     return plgpu.SMEM(shape, dtype, transforms=wgmma_tiles(cols or shape[-1], dtype))
 
 
@@ -63,7 +63,7 @@ def is_tight() -> bool:
 
 
 def folded(f, parts: list):
-    """f of all parts, in pairs: nothing waits for a long chain."""
+    """f of all parts, combined in pairs, so that no operation waits for a long chain."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
         parts = [f(*two) for two in zip(parts[::2], parts[1::2], strict=False)] + odd
@@ -143,7 +143,7 @@ def place(*axes) -> jax.sharding.NamedSharding | None:
 
 
 def rounded(x, dtype) -> jax.Array:
-    """x rounded to dtype, in its own dtype: XLA may remove a cast to and fro, but never this."""
+    """x rounded to dtype, in x's dtype: XLA may remove a cast to and fro, but never this."""
     to, wide = jnp.finfo(dtype), x.astype(stat_dtype(x.dtype))
     y = lax.reduce_precision(x, to.nexp, to.nmant)
     if dtype != jnp.float16:
@@ -156,7 +156,7 @@ def rounded(x, dtype) -> jax.Array:
 @jax.custom_jvp
 @promotions()
 def plus(x, bias):
-    """x + bias in x's dtype, or x; JAX would sum a bias' gradient in 16 bits, this in float32."""
+    """x + bias in x's dtype, or x; sums the gradient of a bias in float32, not in 16 bits."""
     return x if bias is None else x + bias.astype(x.dtype)
 
 
@@ -215,7 +215,7 @@ def in_place(call, state, *arrays, results=False):
     state: an array or a list of arrays.  The barriers keep XLA from fusing the kernel with slices
     of its operands, as it may inside a loop: input and output would then have separate buffers, and
     what is written in place would be lost.
-    results: the call returns some, and so (state, results) is returned.
+    results: whether the call has results; then (state, results) is returned.
     """
 
     @jax.custom_batching.sequential_vmap

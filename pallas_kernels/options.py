@@ -87,7 +87,7 @@ def checked[Op: Callable](op: Op) -> Op:
 
 
 def _of_jax(x):
-    """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
+    """x as a JAX array, which promotes and indexes by JAX's rules; ids.py converts integers."""
     x = x.__jax_array__() if _converts(x) else x
     if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
         return jax.lax.convert_element_type(x, x.dtype)
@@ -120,7 +120,7 @@ def _is_array(kind) -> bool:
 
 
 def _arrays(kinds) -> Callable[[str, Any], Any]:
-    """Returns a check that x is an array or what else its annotation names, element by element.
+    """Returns a check that x is an array, or whatever its annotation names, element by element.
 
     Results and gradients would be rounded to integers, and lose the imaginary part of complex
     numbers, without a word.  ids.py checks integers.

@@ -2,9 +2,9 @@
 
     array (B, T, P)    | q: H heads of D columns | k: K heads of D | v: K heads of D |
 
-One matmul then computes them all, and its backward pass takes two matmuls instead of two for each.
-An op that accepts a `Packed` reads its operands in place and writes their gradients into one array,
-where its kernels can; splitting the array would copy it.
+One matmul computes all operands, and its backward pass takes two matmuls instead of two for each.
+An op that accepts a `Packed` reads its operands in place and writes their gradients into one array
+if its kernels can; splitting the array would copy it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def operands_of(q, others: dict, parts: Sequence[str]) -> Packed | tuple:
 
 
 def shapes(operands: Packed | tuple) -> Sequence:
-    """The operands, or of a `Packed` their shapes and dtypes."""
+    """The operands, or for a `Packed` their shapes and dtypes."""
     if not isinstance(operands, Packed):
         return operands
     rows, dtype = operands.array.shape[:2], operands.array.dtype
@@ -73,7 +73,7 @@ def shapes(operands: Packed | tuple) -> Sequence:
 
 
 def split(operands: Packed | tuple) -> Sequence:
-    """The operands, of a `Packed` in copies."""
+    """The operands; those of a `Packed` are copies."""
     if not isinstance(operands, Packed):
         return operands
     ends = itertools.accumulate(heads * width for heads, width in operands.parts[:-1])

@@ -4,8 +4,8 @@
                   ^                                                     |
                   +--- refill n: send n + slots <--------- free --------+
 
-`full` and `free` hold one barrier a slot.  A barrier's round n // slots belongs to step n, so every
-step that is sent must be waited for, and released by every reader, in order.  The loader may be a
+`full` and `free` hold one barrier per slot.  Round n // slots of a barrier belongs to step n, so
+every reader must wait for every step that is sent, and release it, in order.  The loader may be a
 reader; then it must release a step before it waits for the other readers, or it waits for itself.
 A ring with a single reader, who also loads, needs no `free`: plgpu.commit_smem() after the reads.
 """
@@ -54,7 +54,7 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.free.at[self._bar(n)])
 
     def claim(self, n):
-        """Waits until all readers have released the step that had the slot of step n before."""
+        """Waits until all readers have released the step that last had the slot of step n."""
         bar = self._bar(n)  # outside, so that `send` has it too
         pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[bar]))
 

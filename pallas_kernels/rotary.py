@@ -65,7 +65,7 @@ def rope(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Packed:
     """Rotates pair n of q and k by position theta^(-2 n / D) (Su et al. 2021), in float32.
 
-    q: or a `Packed` of q, k and v, with k=None; the result is then the same with q and k rotated.
+    q: or a `Packed` of q, k and v, with k=None; the result is then a `Packed`, q and k rotated.
         The kernel rotates them in place where nothing else uses the array.
     positions: (B, T), or (T,) for all batch rows; exact up to 2^24; without a gradient.
     theta: base of the frequencies.  scaling: scales them, if given.
@@ -249,7 +249,7 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
     half = lambda ref, i, j: ref.at[rows, head + i, j, columns]
     pairs = [[mosaic.load(half(x_ref, i, j), tile.layout) for j in (0, 1)] for i in range(count)]
     # A fused multiply-add takes one of two products.  Behind a barrier the other one is the same
-    # wherever the heads lie, so a Packed has the bits of operands apart.
+    # wherever the heads lie, so a Packed gets the same bits as separate operands.
     exact = lambda x, y: lax.optimization_barrier(x * y)
     for i, (a, b) in enumerate(pairs):
         turned = a * cos - exact(b, sin), b * cos + exact(a, sin)

@@ -2,9 +2,9 @@
 
     y = activation(norm(x) W + bias) + residual,   W (K, N) stored as its transpose (N, K)
 
-A model that generates one row waits for memory, and for its kernels to start.  So this op is a
-whole branch of a block's half in one kernel, and reads W at memory's speed: each warp requests all
-its bytes of W before it looks at x.  Several matrices may share x (q, k and v).
+A model that generates one row waits for memory, and for its kernels to start.  So this op computes
+everything around a matmul in one kernel, and reads W at memory's speed: each warp requests all its
+bytes of W before it looks at x.  Several matrices may share x (q, k and v).
 
     block        4 r rows of W, all of one matrix; for swiglu of both
     warpgroup    1 / wgs of K; its four warps have r rows each
@@ -71,9 +71,9 @@ def row_linear(
     weights: transposed, (N, K), or packed ones of (K, N), whose results have the dtype of x; N may
         differ.
     biases: one for each weight, or None.
-    norm_weight, norm_bias, norm_eps: of the norm of x, as in `layer_norm`; without a weight x is
-        multiplied as it is.
-    centered: False: of an RMS norm, which does not subtract the mean.
+    norm_weight, norm_bias, norm_eps: of the norm of x, as in `layer_norm`; without a weight there
+        is no norm.
+    centered: False: an RMS norm, which does not subtract the mean.
     activation: None, "gelu" (its tanh form) or "swiglu": silu(x W_0) (x W_1) is the only result.
     residual: added to the only result, which then has its dtype.
 
@@ -128,8 +128,8 @@ def _packed(weights) -> bool:
 def why_slower(x, weights, *biases, **options) -> str | None:
     """Why XLA's sums are faster, or None: they read large matrices at more of memory's speed.
 
-    On an H100 67 MB take 26 us here and 22 there, where norm and SwiGLU take 4 us more; 34 MB with
-    a residual 13 and 11; but 5 MB with a norm and GELU take 3.6 us here, and in XLA 5.4.
+    On an H100 67 MB take 26 us here and 22 in XLA, whose norm and SwiGLU take 4 us more; 34 MB with
+    a residual 13 and 11 us; but 5 MB with a norm and GELU take 3.6 us here, and 5.4 in XLA.
     """
     if _packed(weights):
         return None

@@ -27,7 +27,7 @@ def check(totals: tuple, *weights: jax.Array) -> None:
 def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:
     """The weight for any operation, whose gradient goes to `total`; None: the weight as it is.
 
-    adds: False: the gradient of `total` is dW alone, as another op's is total + dW.
+    adds: False: the gradient of `total` is dW alone, because another op's is total + dW.
     XLA adds to the total inside a matmul if that alone yields the gradient, of operands in bf16.
     """
     return weight if total is None else _summed(weight, total, adds)

@@ -18,8 +18,8 @@ from jaxllm.config.loading import CONFIG_DIR, flat, load
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
-# The settings that a resumed run may change, as all of mesh, sample and profile; any other would
-# make it a different run.
+# A resumed run may change these settings, and all of mesh, sample and profile; any other setting
+# would make it a different run.
 CHANGEABLE = """
 train.steps train.grad_accum train.log_every train.eval_every train.eval_batches train.fp8
 train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips train.autotune
@@ -27,7 +27,7 @@ train.verify_every train.on_corruption train.deterministic train.tracker model.k
 model.init_from data.prefetch data.cache_dir data.path data.val_path data.tokenizer
 """.split()
 
-# Those that it may change if the command line says so: the state fits, but the losses differ.
+# It may change these if the command line says so: the state fits, but the losses differ.
 _RATES = "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
 RATE = frozenset(f"optimizer.{name}" for name in _RATES.split())
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
@@ -332,7 +332,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
 def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str:
     """The settings that a resumed run changes, for the end of a line; "" if it changes none.
 
-    Raises InputError for one that it cannot change, unless it is in `free`.
+    Raises InputError for a setting that it cannot change, unless it is in `free`.
     An earlier version may have stored fewer settings.
     """
     changed = []

@@ -1,4 +1,4 @@
-"""All sections of the configuration but the model's, and `Config`, which holds them all."""
+"""All sections of the configuration except the model's, and `Config`, which holds them all."""
 
 import re
 from typing import Annotated, Literal
@@ -207,7 +207,7 @@ class SampleConfig(Section):
 
 
 class Sampling(SampleConfig):
-    """With what only the folder of a model sets, as transformers defines it."""
+    """The section `sample` and the settings that only a model's folder has, as in transformers."""
 
     min_p: Fraction = 0.0  # samples among tokens of at least min_p x the largest probability
     repetition_penalty: Positive = 1.0  # divides positive logits of tokens that the text has

@@ -7,9 +7,9 @@ cache.py      a cache on disk for work that is done once
 corpus.py     a source and a tokenizer -> cached shards
 opening.py    a configuration -> the tokens to train on and to validate on
 loader.py     tokens -> windows -> Grain -> batches
-chat.py       a record -> messages -> text by the chat template, and what of it has loss
+chat.py       a record -> messages -> text by the chat template, and which parts have loss
 encoded.py    conversations -> tokens with and without loss, cached or prepared
-packing.py    these -> rows
+packing.py    encoded conversations -> rows
 prepare.py    jaxllm data prepare: text -> shards, restartable
 command.py    the command line of jaxllm data
 """

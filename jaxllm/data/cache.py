@@ -34,10 +34,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 def keep_compiled() -> None:
     """Makes JAX keep compiled programs for GPUs in our cache, and read them at the next start.
 
-    Of these and of the steps of train/programs.py, those read longest ago are deleted when all have
-    more than _COMPILED bytes: JAX's own limit (jax_compilation_cache_max_size) needs locks, which
-    some network file systems do not have.  JAX's own settings go first: JAX_COMPILATION_CACHE_DIR
-    names another folder for its programs, JAX_ENABLE_COMPILATION_CACHE=false keeps neither.
+    If these and the steps of train/programs.py take more than _COMPILED bytes, those read longest
+    ago are deleted: JAX's own limit (jax_compilation_cache_max_size) needs locks, which some
+    network file systems do not have.  JAX's settings come first: JAX_COMPILATION_CACHE_DIR names
+    another folder for its programs, JAX_ENABLE_COMPILATION_CACHE=false keeps neither.
     """
     import jax  # here, as it takes seconds and must not start before XLA's flags are set
 

@@ -17,9 +17,9 @@ COLUMNS = frozenset(
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
 }
-# Other trainers' names for messages without loss, and the value that does not ask for it.
+# Other trainers' keys for messages without loss, and the value that leaves the loss on.
 _MASKS = {"train": True, "training": True, "loss": True, "mask": False}
-# Some templates print today's date.  The ids must not depend on the day; Llama's fall back to this.
+# Some templates print today's date.  The ids must not depend on it; Llama's fall back to this day.
 _DATE = datetime.datetime(2024, 7, 26)
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -151,7 +151,7 @@ def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int
     heading = "" if i else show(1, True)[0].removeprefix(until)
     if heading and heading in until:  # a template may say more before a first message, or need one
         before = until[: until.index(heading) + len(heading)]
-    else:  # R1's asks for thoughts that its messages do not have; then the heading has loss, too
+    else:  # R1's heading asks for thoughts that messages do not have; then it has loss, too
         before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
     if before is None or not text.startswith(until):
         raise Refused(

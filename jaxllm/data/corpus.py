@@ -59,7 +59,7 @@ def encode(
 
 
 def batched[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields lists of items that are long enough to keep all cores busy as they are encoded."""
+    """Yields lists of items that are long enough to keep all cores busy while encoding."""
     batch, total = [], 0
     for item in items:
         batch.append(item)
@@ -134,8 +134,8 @@ def cached_tokens(
 ) -> Path:
     """Returns the folder with train.bin, val.bin and counts.json, and writes it if needed.
 
-    parts: (what it is, for people; documents; the fraction of them that val.bin gets, chosen by a
-        hash of their names).
+    parts: (a description for people, the documents, the fraction of them that val.bin gets, chosen
+        by a hash of their names).
     special: what names of special tokens in the text are, for `encode`.
     """
 

@@ -34,7 +34,7 @@ _NAMED = 3  # reasons to refuse that a report names, with as many conversations;
 
 
 def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: str) -> None:
-    """Writes all conversations of a source to a folder, and last a report with the `key` of both.
+    """Writes all conversations of a source to a folder, and then a report with the `key` of both.
 
     Raises InputError for conversations that cannot be read, and if none has a token with loss.
     """

@@ -80,7 +80,7 @@ class _Windows:
     """Windows of seq_len + 1 tokens that overlap by one: all tokens but the first are labels.
 
     separator: the token between documents that do not see each other; None: a window is one text.
-    whole: whether a last window that is not full counts; zeros without labels fill it.
+    whole: whether a last window counts that is not full; zeros without labels fill it.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int | None, whole: bool = False):
@@ -129,7 +129,7 @@ class Dataset:
         return len(self.val) if isinstance(self.val, Tokens) else self.val.tokens
 
     def samples(self, part: Tokens | Packed, *, whole: bool = False) -> _Windows | Packed:
-        """The samples of train or val; whole: with every label once, also of a last window."""
+        """The samples of train or val; whole: every label once, also in a last, partial window."""
         if not isinstance(part, Tokens):
             return part
         return _Windows(part, self.run.train.seq_len, self.separator, whole)

@@ -89,7 +89,7 @@ def _describe(config: DataConfig, found: Found, val_found: Found, trained: int) 
     return text + f" and {val_found.describe('validation')} files" * bool(val_found.files)
 
 
-# Each takes what `open_dataset` was asked for and the files that it found, and returns (train, val,
+# Each takes the arguments of `open_dataset` and the files that it found, and returns (train, val,
 # tokenizer, vocabulary, fingerprint, a line about them).
 def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val):
     source = Source(config.source, found.files, config.text_column)

@@ -30,7 +30,7 @@ _SUFFIXES = {
 _WORDS = "train training", "val valid validation dev", "test testing eval evaluation"  # the Hub's
 _SPLITS = {word: words.split()[0] for words in _WORDS for word in words.split()}
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
-# Beside the data of a dataset, and no data either for the Hub and for datasets' load_from_disk.
+# Files beside the data of a dataset; the Hub and datasets' load_from_disk skip them, too.
 _CARDS = r"(dataset_infos?|dataset_dict|state|config)\.json|cache-\w+\.arrow"
 PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
@@ -65,7 +65,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     """Returns the files under a file, folder or glob, each once, however many names it has.
 
     key: the option that holds `path`, for errors. Raises InputError if no file is found, and for
-    a path beside the kind "stdlib", which has its own.
+    a path beside the kind "stdlib", which has a fixed one.
     """
     if kind == "stdlib":
         if path is not None:
@@ -105,12 +105,12 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
 def by_split(kind: str, found: Found, given: Found | None = None) -> tuple[Found, Found]:
     """The files to train on and to validate on, where names say which, as on the Hub.
 
-    given: the files of data.val_path, which are then all that validates.
+    given: the files of data.val_path; then only these validate.
 
-    Words like train, validation and test do, of a file or a folder; of shards also val alone.
-    The README.md of a dataset on the Hub goes before names.
-    Names without such a word are left out beside train, and else trained on.  If they are texts,
-    all are: a folder of code may have tests and a train.py (a README or a license does not count).
+    Words like train, validation and test in the name of a file or folder say it; for shards, val.
+    The README.md of a dataset on the Hub comes before names.
+    Files without such a word are left out beside train files, and else trained on.  Texts then are
+    all trained on: a folder of code may have tests and a train.py (READMEs, licenses do not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
     usual = "train" if kind == "shards" else "no"

@@ -133,7 +133,7 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
 
 
 def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What prepare.json says of this job; that nothing is encoded, if it begins."""
+    """What prepare.json says of this job; for a new job, that nothing is encoded yet."""
     state, out = read_json(path, optional=True), path.parent
     if state.get("job", job) != job and (state["done"] or state["pieces"]):
         raise InputError(f"{out} holds other data or options: choose another --out or delete it")
@@ -148,7 +148,7 @@ def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _held_out(source: Source, fraction: float) -> float:
-    """The rank below which a document is for validation: of a few documents some, but not all."""
+    """The rank below which a document is for validation: some of a few documents, but not all."""
     ranks = []
     for piece in source.pieces() if fraction else ():
         if piece.begins:

@@ -53,8 +53,8 @@ def open_shard(path: Path) -> np.ndarray:
 def check_shard(path: Path, cache: Path, vocab_size: int, written: str | None = None) -> str:
     """Returns the SHA-256 of a shard's tokens; reads them once and caches the result.
 
-    Raises InputError if it is not `written`, as far as known, and with the position of the largest
-    token if that is not below `vocab_size`.
+    Raises InputError if it differs from `written`, where that is known, and, with the position of
+    the largest token, if that token is not below `vocab_size`.
     """
 
     def scan() -> dict:

@@ -93,7 +93,7 @@ class Source:
                 yield piece
 
     def records(self, columns: Collection[str]) -> Iterator[Record]:
-        """Yields objects and rows; columns: what parquet is read for, and no object has twice."""
+        """Yields objects and rows; columns: read from parquet, and in no object twice."""
         return self._each(partial(self._records, columns))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
@@ -210,7 +210,7 @@ def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
 
 
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """The rows of a file of parquet or Arrow, with those of the columns that it has."""
+    """The rows of a file of parquet or Arrow, with the columns among `columns` that it has."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -249,7 +249,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value of parquet without the nulls that its structs have for a key that a row lacks."""
+    """A value of parquet without the nulls that structs have for the keys that a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(x) for key, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
@@ -263,7 +263,7 @@ def _check_encoding(path: Path, start: bytes) -> None:
         if start[at : at + len(mark)] == mark:
             fix = "run git lfs pull" if kind == _LFS else "unpack it; gzip and zstd are read as is"
             raise InputError(f"{path} is {kind}, not text: {fix}")
-    # By a byte order mark, or by where zeros are, of which UTF-8 may have some.
+    # Found by a byte order mark, or by the places of zeros, of which UTF-8 may have some.
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):

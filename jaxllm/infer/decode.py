@@ -82,10 +82,10 @@ def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef,
 
 
 def block_size() -> int:
-    """The tokens that a call of the device computes.
+    """The number of tokens that one call of the device computes.
 
-    A call has its costs, so an H100 takes 0.243 ms a token of GPT-2 with 32, and 0.255 with 8.  On
-    a CPU 32 tokens would take long, and those after a text's end are computed for nothing.
+    A call has fixed costs: an H100 takes 0.243 ms per token of GPT-2 with 32, and 0.255 with 8.  On
+    a CPU 32 tokens would take long, and tokens after the end of a text are computed for nothing.
     """
     return 32 if jax.default_backend() == "gpu" else 8
 
@@ -147,8 +147,8 @@ def stream_tokens(
     """Yields the next token of every row, (B,) int32, config.tokens times.
 
     prompts: at least one id each, of any lengths.
-    samples: (prompt, sample) of each row, two numbers (default: the row's number, 0).  They and
-    config.seed alone determine the row's random numbers, whatever the other rows are.
+    samples: (prompt, sample) of each row, two numbers (default: the row's number, 0).  Only they
+    and config.seed determine the row's random numbers, whatever the other rows are.
     float8_cache: whether keys and values are kept in float8 (e4m3), half the bytes of bfloat16.
     few_shapes: pads to powers of 2, so that a growing conversation compiles few programs.
     The pass over the prompts gives the first token.  The others are computed in blocks, and the
@@ -294,12 +294,12 @@ def _cast(x, transposes, dtype):
 
 
 def _is_matrix(p: nnx.Variable) -> bool:
-    """Whether it holds a plain matrix of Linear, which says whether training copies it."""
+    """Whether a variable holds a plain matrix of Linear, which says if training copies it."""
     return "copied" in p.get_metadata() and hasattr(p.get_value(), "dtype")
 
 
 def by_rows() -> bool:
-    """Whether to transpose Linear's matrices: a CPU would take up to 5 times as long for them."""
+    """Whether to transpose Linear's matrices: with these a CPU would take up to 5 times as long."""
     return jax.default_backend() == "gpu"
 
 
@@ -310,8 +310,8 @@ def choose(
 
     temperature: of the softmax; 0 takes the most likely token.
     top_k: samples among the k most likely tokens; 0: all.
-    top_p: and of these among the fewest most likely whose probabilities add up to top_p.
-    min_p: and of these among those with at least min_p times the largest probability.
+    top_p: of these, samples among the fewest most likely whose probabilities add up to top_p.
+    min_p: of these, samples among those with at least min_p times the largest probability.
     Of tokens that are equally likely, the first counts as the most likely one.
     """
     best = jnp.max(logits)  # NaN if any is NaN

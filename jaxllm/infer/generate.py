@@ -149,5 +149,5 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
             f"--prompts {args.prompts}, conversation {number} is neither a list of messages nor an"
             ' object with one under "messages"; a message is {"role": "user", "content": "..."}'
         )
-    # The others are for the template, but for names that `Tokenizer.chat` has itself.
+    # The other keys are for the template, except names of `Tokenizer.chat`'s own arguments.
     return {key: value for key, value in page.items() if key not in ("self", "answer")}

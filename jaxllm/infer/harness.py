@@ -64,7 +64,7 @@ class RunLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text; add_special_tokens=False omits what the post-processor adds.
 
-        It adds nothing to a text that has its first token already.
+        The post-processor adds nothing to a text that already has its first token.
         """
         if add_special_tokens is None:
             begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
@@ -126,7 +126,7 @@ class RunLM(TemplateLM):
 def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, list[str]]:
     """The settings and the stop strings of a task's generation_kwargs.
 
-    folder: what the model's folder sets, of which all but the temperature holds.
+    folder: the settings of the model's folder, all of which hold except the temperature.
     """
     options = {name: value for name, value in options.items() if value is not None}
     stops = options.pop("until", [])

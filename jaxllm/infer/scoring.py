@@ -16,7 +16,7 @@ from jaxllm.terminal import progress_bar
 class Scorer:
     """Computes log-likelihoods of the ends of token rows with a run's model on all devices.
 
-    batch_size: rows at once; rounded up to a multiple of the devices, which divide them.
+    batch_size: rows at once; rounded up to a multiple of the devices, which share them.
     """
 
     def __init__(self, weights: Openable, batch_size: int):

@@ -113,11 +113,11 @@ class Speed:
 
 
 class Text:
-    """The text after a prompt, token by token, up to a token of `ends` or a stop string: of several
-    the one that begins first, even if it ends after another.
+    """The text after a prompt, token by token, up to a token of `ends` or a stop string: the one
+    that begins first, even if it ends after another.
 
     text: decode(prompt + ids) without decode(prompt); `finish` removes what stops it.
-    certain: its length that further tokens cannot change; stop strings may shorten it.
+    certain: length of the part that further tokens cannot change; stop strings may shorten it.
     count: its tokens, without the one that ends it.
     live: print text as soon as it is certain: whole characters that cannot begin a stop string.
     Only the last tokens are decoded again, with those before them, on which spaces depend.
@@ -159,7 +159,7 @@ class Text:
         self._show(min(self._end, self._open(self.text[: self.certain])))
 
     def _open(self, text: str) -> int:
-        """Where the first stop string that the end of a text begins has begun."""
+        """Where the end of a text begins a stop string; the first such place."""
         begun = {n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])}
         return len(text) - max(begun, default=0)
 
@@ -169,7 +169,7 @@ class Text:
         known = tokenizer.decode(self._ids[: self._known], clean=False)
         text = self._begins + tokenizer.decode(self._ids, clean=False)[len(known) :]
         self.text = tokenizer.cleaned(text)
-        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
+        # The text may end in the first bytes of a character, and tokens of bytes make one text.
         unfinished = text.endswith(_UNFINISHED) or token in tokenizer.byte_tokens
         if not unfinished and not (tokenizer.cleans and " " in text[-3:]):  # " n't" has 4
             self._ids, self._begins = self._ids[-_TAIL:], text

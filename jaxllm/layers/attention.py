@@ -29,7 +29,7 @@ class Attention(Layer):
     qk_norm: epsilon of an RMS norm of every q and k head before RoPE; None: no norm.
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
     rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.
-    window: number of keys that a query sees, its own included; None: all up to its own.
+    window: number of keys that a query sees, with the query's own; None: all up to its own.
     softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
     linear: makes the layers, like Linear; Llama's names of matrices are passed as `name`.
     """
@@ -189,7 +189,7 @@ class Attention(Layer):
                 softcap=self.softcap,
                 theta=self.rope_theta,
                 scaling=self.rope_scaling,
-                # Also where training asks for kernels: this one has other limits.
+                # None, even where training asks for kernels, because this kernel has other limits.
                 implementation="xla" if self.implementation == "xla" else None,
             )
 

@@ -16,6 +16,6 @@ class _Signature:
 
 
 class Layer(nnx.Module):
-    """An nnx.Module of which `help` shows the arguments."""
+    """An nnx.Module whose arguments `help` shows."""
 
     __signature__ = _Signature()  # pyrefly: ignore[bad-override]

@@ -111,9 +111,9 @@ class Float8(Dense):
         return op(x, arrays | {"row_norm": None if norm is None else norm.row_norm()})
 
     def casts_apart(self, x: Float[Array, "... in"]) -> bool:
-        """Whether each device casts its own tokens by the kernels; otherwise XLA shards the casts.
+        """Whether kernels cast the tokens of each device there; otherwise XLA shards the casts.
 
-        Inside `per_device` the scales are the whole arrays'.
+        Inside `per_device` the scales are computed from the whole arrays.
         """
         rows = x.size // x.shape[-1] // axis_size(*sharding.PARTS)
         return one_device() or (axis_size("tensor") == 1 and x.ndim == 3 and rows % TILE == 0)

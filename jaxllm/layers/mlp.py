@@ -22,7 +22,7 @@ HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
 class _FeedForward(Layer):
-    """What both layers share: matrices, the whole in one op, and a single row."""
+    """What both layers share: matrices, the whole layer in one op, and a single row."""
 
     activation: Activation
 

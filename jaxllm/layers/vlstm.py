@@ -148,7 +148,7 @@ class VLSTMLayer(Layer):
 
     def _step(self, q, k, v, i, f, state):
         q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
-        # Also where training asks for kernels: this one has other limits.
+        # None, even where training asks for kernels, because this kernel has other limits.
         implementation = "xla" if self.implementation == "xla" else None
         h, state = vlstm_step(q, k, v, i, f, state, implementation=implementation)
         return h[:, None], state

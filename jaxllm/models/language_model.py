@@ -1,4 +1,4 @@
-"""The base class of all models: embedding, blocks, final norm, head, loss; the stream between."""
+"""The base class of all models: embedding, blocks, final norm, head, loss, residual stream."""
 
 import functools
 import math
@@ -191,7 +191,7 @@ class LanguageModel(Layer):
             raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
         if caches is not None and segment_ids is not None:
             raise ValueError("segment_ids do not go with caches: pass one text a row")
-        # Here and in `loss`, as jit and shard_map would cut numpy's int64 to 32 bits.
+        # Here and in `loss`, because jit and shard_map would cut numpy's int64 to 32 bits.
         (segment_ids,) = ids.segments(segment_ids)
         if positions is not None:
             positions = ids.saturated("positions", positions)
@@ -323,8 +323,8 @@ _mixing_saveable = _either(
     checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"),
     lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd"),
 )
-# What each value of `model.remat` saves of a block besides its input, and, in fp8, besides the
-# single numbers that scales are made of, each of which takes a pass over an array.
+# What each value of `model.remat` saves of a block, in addition to its input and, in fp8, to the
+# single numbers from which scales are made, each of which takes a pass over an array.
 _SAVED = {
     # Matmuls with weights.  The matmuls within the XLA form of attention have batch axes and are
     # recomputed: their results are quadratic in T.

@@ -1,6 +1,6 @@
-"""A model's text: ids and back, what begins and ends a text, special names, chats.
+"""A model's text: to ids and back, what begins and ends a text, special tokens, chats.
 
-tokenizer.py  a folder's tokenizer and the files beside it, or one of our own; all else asks it
+tokenizer.py  a folder's tokenizer and the files beside it, or one of our own; others ask this file
 files.py      which files of a folder say what
 chat.py       the chat template
 """

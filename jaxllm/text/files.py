@@ -219,7 +219,7 @@ def _check_template(post: dict[str, Any], path: Path) -> None:
 
 
 def _kind(pages: Pages) -> str:
-    """The class that transformers takes for a tokenizer: of a Qwen its own, whatever is named."""
+    """The class that transformers takes for a tokenizer: for a Qwen always the Qwen class."""
     by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
     named = pages.tokenizer.get("tokenizer_class") or pages.config.get("tokenizer_class")
     named = named or by_model.get(pages.model)
@@ -256,7 +256,7 @@ def _surround(library: tokenizers.Tokenizer, pages: Pages) -> None:
 def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
     """Adds the tokens that only the files beside the tokenizer have, as transformers does.
 
-    Their flags there count, and a token that has a name such as eos_token is special.
+    The flags in these files count, and a token that has a name such as eos_token is special.
     """
     known = library.get_added_tokens_decoder()
     named = [_token(value, special=True) for value in pages.given().values() if _name(value)]
@@ -282,7 +282,7 @@ def ids(value: int | list[int] | None) -> list[int]:
 
 
 def beside(folder: Path) -> list[str]:
-    """Names of the files with what a folder says about its text, but for the tokenizer.json."""
+    """Names of the files in which a folder describes its text, except the tokenizer.json."""
     more = [
         f"{path.parent.name}/{path.name}" for path in folder.glob("additional_chat_templates/*")
     ]
@@ -290,7 +290,7 @@ def beside(folder: Path) -> list[str]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies what a folder says about its text, but for the tokenizer.json."""
+    """Copies the files in which a folder describes its text, except the tokenizer.json."""
     paths = {GENERATION: _of_model(source) / GENERATION} | {x: source / x for x in beside(source)}
     for name in filter(lambda x: paths[x].is_file(), paths):
         (target / name).parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from jaxllm.text.chat import render
 
 _CONTEXT = 16  # characters before a cut that are encoded again with what follows
 AROUND = 512  # characters on each side of a cut that are encoded to test it
-# The setting that spaces before punctuation go, of a BPE only with another one, as in transformers.
+# The setting that removes spaces before punctuation; a BPE needs the second one, too.
 _CLEANS, _FOR_BPE = "clean_up_tokenization_spaces", "_for_bpe_even_though_it_will_corrupt_output"
 _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
@@ -26,7 +26,7 @@ _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the id
 class Tokenizer:
     """A tokenizer.json with the files beside it, or a folder of them, as transformers reads them.
 
-    path: a folder or a file.  A file of another name than tokenizer.json has none beside it.
+    path: a folder or a file.  If a file is not named tokenizer.json, none is read beside it.
     end_token: the name of a token that ends documents, the option data.end_token.
     entries: of the model that reads its ids; `prompt`, `encode` and `chat` give no others.
 
@@ -87,7 +87,7 @@ class Tokenizer:
         self._checked([])
 
     def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text, one that has tokens."""
+        """What the post-processor puts before and after a text that has tokens."""
         for text in ("a", *vocabulary):
             found = self._encoded(text, around=True)
             if 0 in (of_text := found.sequence_ids):
@@ -198,7 +198,7 @@ class Tokenizer:
         return self._encoded(text, special=special).ids
 
     def _encoded(self, text, encode: Any = None, *, special=True, around=False) -> Any:
-        """What the library's `encode`, or another of its methods, makes of a text or of several.
+        """What `encode`, or another method of the library, makes of a text or of several.
 
         special: whether names of special tokens are these; around: with the post-processor's ids.
         """
@@ -319,10 +319,10 @@ class Tokenizer:
             )
 
     def check_same(self, other: "Tokenizer", *, chats: bool = False) -> None:
-        """Raises InputError unless ids of the other one mean the same text here.
+        """Raises InputError unless the other tokenizer's ids mean the same text here.
 
-        This one may have further tokens, such as those that only files beside it name.
-        chats: whether the chat template, if the other one has any, must be the same, too.
+        This tokenizer may have further tokens, such as those that only files beside it name.
+        chats: whether the chat template, if the other has one, must be the same, too.
         """
         mine, theirs = (t._content("added_tokens") for t in (self, other))
         known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))

@@ -88,7 +88,7 @@ def working_memory(trainer: Trainer) -> int:
 
 
 def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
-    """The bytes of one device's parts of some arrays, which lie as they say or as `shardings`."""
+    """The bytes of one device's parts of arrays, sharded as they say or as `shardings` says."""
     leaves = jax.tree.leaves(tree)
     held = jax.tree.leaves(shardings) or [leaf.sharding for leaf in leaves]
     parts = zip(leaves, held, strict=True)
@@ -126,7 +126,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
     """Bytes on one device of logits and of the activations that the backward pass needs.
 
     This is an upper bound on a mesh with a tensor axis, which divides some of them.
-    config: with other values of model.remat or kernels than the trainer's.
+    config: may have other values of model.remat and kernels than the trainer.
     """
     config = config or trainer.config
     state = trainer.abstract_state()

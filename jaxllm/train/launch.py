@@ -56,9 +56,9 @@ def check_kernels(config: Config) -> None:
 def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest: int | None):
     """Opens the weights of model.init_from, or returns None.
 
-    newest: the step to resume from; then only adapters need them, and take their base as the
-    checkpoint names it, or as model.init_from does if that has moved or is named anew.
-    Raises InputError if they belong to another model.
+    newest: the step to resume from; then only adapters need weights, their base, which the
+    checkpoint names, or model.init_from if the base has moved or is named anew.
+    Raises InputError if the weights belong to another model.
     """
     if not config.model.init_from:
         return None
@@ -76,7 +76,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
 
 
 def base_of(weights):
-    """The frozen weights that adapters adapt, of the result of `open_initial_weights`."""
+    """The frozen weights that adapters adapt, from the result of `open_initial_weights`."""
     return weights.base if isinstance(weights, AdapterWeights) else weights
 
 
@@ -88,10 +88,10 @@ def make_trainer(config: Config, mesh: Mesh, weights) -> Trainer:
 
 
 def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
-    """The data with the tokenizer of the model and all that is said beside it, if it has one.
+    """The data with the model's tokenizer, if it has one, and the files beside the tokenizer.
 
     folder: of the initial weights or of the run to resume.
-    Raises InputError if data.tokenizer is another one, or has another chat template.
+    Raises InputError if data.tokenizer is another tokenizer, or has another chat template.
     """
     if data.trains_tokenizer or folder is None or not (folder / "tokenizer.json").exists():
         return data
@@ -103,7 +103,7 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
 
 
 def prompt_of(config: SampleConfig, data: Dataset) -> str:
-    """What samples continue: sample.prompt, or else the first words of the validation data."""
+    """The text that samples continue: sample.prompt, or the first words of the validation data."""
     if config.prompt is not None or data.tokenizer is None:
         return config.prompt or ""
     if not isinstance(data.val, Tokens):  # conversations
@@ -203,7 +203,7 @@ def initial_state(
 def compile_step(
     trainer: Trainer, out_dir: Path, fresh: bool, lowered: Callable[[], None]
 ) -> tuple[Callable, Canary | None]:
-    """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
+    """Compiles the train step and, if steps are verified, that step; prints how the ops run.
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
     lowered: called once Python's part is done.
@@ -262,7 +262,7 @@ def open_log(
         if path.exists() and Tokenizer(path).digest != tokenizer.digest:
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         tokenizer.copy_to(out_dir)
-    # First: a folder with checkpoints/ and without config.yaml could neither begin nor resume.
+    # Written first: a folder with checkpoints/ but no config.yaml could neither begin nor resume.
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     # A run that is killed before its first checkpoint begins again at --resume; a copy without this
     # folder does not.

@@ -69,7 +69,7 @@ class RunLog:
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        # A resumed run repeats the steps after `start`, and one that begins again also step 0.
+        # A resumed run repeats the steps after `start`; one that begins again, also step 0.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
         self.logged = keys_at(start, before)
         lines = [json.dumps(row).encode() + b"\n" for row in before]
@@ -119,7 +119,7 @@ class RunLog:
             row["skips"] = skips
         self._write(row)
         if self.bar is not None:
-            # Step and time are in every line, the rest as far as there is room.
+            # Step and time are in every line, other values as far as there is room.
             shown = news[: (self.console.width >= 50) + 2 * (self.console.width >= 80)]
             self.bar.update(self.task, completed=step, news="  ".join(shown))
         elif step == self.steps or time.monotonic() - self.printed >= PAUSE:

@@ -92,7 +92,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def muon(config: OptimizerConfig, steps: int, dtype=jnp.bfloat16) -> optax.GradientTransformation:
     """`optax.contrib.muon` of matrices, with Newton-Schulz iterations in `dtype`.
 
-    Each matrix is orthogonalized on its own, so q, k and v are three.
+    Each matrix is orthogonalized by itself; q, k and v are three matrices.
     """
     each = lambda tree: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), tree)
     rate = config.model_copy(update={"learning_rate": config.muon_learning_rate})

@@ -181,7 +181,7 @@ def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:
 
 
 def recomputed(model: ModelConfig, seq_len: int) -> float:
-    """The FLOPs that the backward pass computes again, as a part of the step's.
+    """The FLOPs that the backward pass computes again, as a part of the FLOPs of a step.
 
     Counts the matmuls with weights in the traced gradient, and for remat=block the mixing.
     """

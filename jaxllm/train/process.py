@@ -62,8 +62,8 @@ def set_xla_flags(deterministic: bool) -> None:
 class StopSignals:
     """The signals of STOPPING request a stop after the current step; a second stops at once.
 
-    A second one within a second is the first one again: `timeout` sends its signal to uv and to
-    us, and uv passes its own on.
+    A second signal within a second is the first one again: `timeout` sends its signal to uv and to
+    us, and uv passes the signal on.
     """
 
     def __enter__(self):
@@ -98,8 +98,8 @@ class StopSignals:
 def no_long_pauses() -> Iterator[None]:
     """Makes Python's garbage collector ignore all objects that exist on entry.
 
-    After tracing and compiling a step there are some 400,000.  Scanning them would take 0.2 s,
-    longer than many a step, while the GPU is idle.
+    After tracing and compiling a step there are about 400,000 objects.  Scanning them would take
+    0.2 s, longer than many steps, while the GPU is idle.
     """
     gc.collect()
     gc.freeze()
@@ -122,8 +122,8 @@ def _remove_unused(lock_: Path, new: list[Path]) -> None:
 def lock_directory(out_dir: Path) -> Iterator[Callable[[], bool]]:
     """Creates a run's directory and locks it against other processes that train.
 
-    Yields whether it is still there: a deleted one may have been made anew, by another run.
-    Removes it at the end if it has created it and holds nothing: the run was refused.
+    Yields whether the directory is still there: another run may have replaced a deleted one.
+    At the end, removes the directory if it was created here and is empty: the run was refused.
     Raises InputError if another process holds the lock or the directory is not writable.
     """
     path, new = out_dir / ".lock", [p for p in (out_dir, *out_dir.parents) if not p.exists()]

@@ -123,8 +123,8 @@ def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list
 def _wait(children: list[_Child]) -> None:
     """Waits until all processes have exited; passes on what they write to standard error.
 
-    The text is held until a process is quiet, so that its last words can be replaced; after FATAL
-    until it has ended, for which a busy machine may need longer.
+    The text is held until a process is quiet, so that its last words can be replaced.  After FATAL
+    it is held until the process has ended, which may take longer on a busy machine.
     """
     written, failed = time.monotonic(), None
     while running := [c for c in children if c.status is None]:

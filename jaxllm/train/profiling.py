@@ -42,21 +42,21 @@ class StepClock:
 
 
 class StepTrace:
-    """Traces the steps of `span` that this process takes into a folder, while no other runs."""
+    """Traces into a folder those steps of `span` that this process takes; no other runs then."""
 
     def __init__(self, span: range, folder: Path, clock: StepClock):
         self.span, self.folder, self.clock = span, folder, clock
         self.first: int | None = None  # the first traced step, while the trace runs
 
     def before(self, step: int) -> None:
-        """Starts the trace if `step` is in the span, amid which a resumed run may begin."""
+        """Starts the trace if `step` is in the span; a resumed run may begin within the span."""
         if self.first is None and step in self.span:
             with self.clock.stopped():
                 jax.profiler.start_trace(str(self.folder))
             self.first = step
 
     def after(self, step: int, stopping: bool) -> str | None:
-        """Ends the trace after the span, or if a signal stops the run; returns what it says."""
+        """Ends the trace after the span, or if a signal stops the run; returns its summary."""
         if self.first is None or (step + 1 in self.span and not stopping):
             return None
         with self.clock.stopped():
@@ -84,7 +84,7 @@ class StepTrace:
         return "\n".join(rows)
 
     def close(self) -> None:
-        """Ends a trace that an error has left running: the run may go on from a checkpoint."""
+        """Ends a trace that an error left running: the run may continue from a checkpoint."""
         if self.first is not None:
             jax.profiler.stop_trace()
 

@@ -1,9 +1,9 @@
-"""Compiles the steps of a run, and keeps in the user's cache what the next start can take from it.
+"""Compiles the steps of a run, and keeps in the user's cache what the next start can reuse.
 
-Kept are the times of XLA's matmul kernels, JAX's compiled programs, which are found by their text,
-and whole steps, which are found by everything that their text follows from.  So a second start
-neither traces nor lowers its step, which takes most of its time: 13 of 24 s for gpt2_124m on an
-H100 (JAX 0.12.0.1, 2026-11-25).
+It keeps the times of XLA's matmul kernels, JAX's compiled programs, whose key is their text, and
+whole steps, whose key is everything that determines their text.  So a second start neither traces
+nor lowers its step, which took most of a start's time: 13 of 24 s for gpt2_124m on an H100 (JAX
+0.12.0.1, 2026-11-25).
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def find_or_compile(
     timings: Path | None,
     lowered: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
-    """The program of a step of a trainer: as an earlier start has kept it, or traced and compiled.
+    """The program of a step of a trainer: loaded as an earlier start kept it, or compiled now.
 
     The ops' decisions are recorded (`dispatch.explain()`) in either case.
     trace: its name stands for the step.  timings, lowered: as for `compile_autotuned`.
@@ -70,8 +70,8 @@ def find_or_compile(
 def _place(trainer: Trainer, name: str) -> Path | None:
     """The file of a step in our cache; None: nothing is kept.
 
-    Several processes that time kernels share their times, so one that finds its step must not leave
-    others waiting.  Whoever asks for dumps gets them, which only tracing and compiling write.
+    Several processes that time kernels share the times, so a process that finds its step must not
+    leave the others waiting.  Dumps that the user asks for are written only by compiling.
     """
     times_together = jax.process_count() > 1 and not trainer.config.train.deterministic
     if jax.default_backend() != "gpu" or times_together or not cache_is_used():
@@ -90,7 +90,7 @@ def cache_is_used() -> bool:
 
 
 def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
-    """Everything that the compiled program of a step follows from, but the times of matmuls."""
+    """Everything that determines the compiled program of a step, except the times of matmuls."""
     devices = list(trainer.mesh.devices.flat)
     sizes = "device_kind", "compute_capability", "core_count", "shared_memory_per_block_optin"
     arrays = jax.tree.leaves_with_path((trainer.abstract_state(), trainer.abstract_batch()))
@@ -135,9 +135,9 @@ def _modules() -> tuple[list[str], int]:
 def write(
     place: Path, program: jax.stages.Compiled, decisions: Counter, timings: Path | None
 ) -> None:
-    """Keeps a step, with the decisions of its ops and the times of matmuls that it follows.
+    """Keeps a step, with the decisions of its ops and the matmul times that it was compiled with.
 
-    Does not if our code has been edited since this process imported it.
+    Keeps nothing if our code has been edited since this process imported it.
     """
     if source_digest.__wrapped__() != source_digest():
         return
@@ -150,14 +150,14 @@ def write(
 
 
 def _checksum(place: Path, content: bytes | memoryview) -> bytes:
-    """Differs, too, for the whole file of another step that lies under this name."""
+    """A checksum that also differs for the whole file of another step under this name."""
     return hashlib.sha256(place.name.encode() + content).digest()
 
 
 def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
     """A kept step, or None if there is none for these times of matmuls; deletes a damaged file.
 
-    A new run takes its times; a resumed one has some, with which its program was compiled.
+    A new run takes the step's times; a resumed run has the times its program was compiled with.
     """
     try:
         content = memoryview(place.read_bytes())
@@ -187,7 +187,7 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
 def _without_kernels(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers a program with empty calls in place of our kernels, to time its matmuls.
 
-    XLA makes the same matmuls of it (tests/accumulated_step.py); lowering takes 0.3, not 4 s.
+    XLA makes the same matmuls of it (tests/accumulated_step.py); lowering takes 0.3 s, not 4.
     """
 
     def empty(ctx, *arrays, input_output_aliases, **_):
@@ -208,7 +208,7 @@ def compile_autotuned(
 ) -> jax.stages.Compiled:
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
-    timings: where the run stores their times, or will; None: with XLA's first choice, untimed.
+    timings: the run's file for their times; None: XLA's first choice of kernels, without timing.
     few: a step with the same matmuls and few blocks, which is compiled for the times instead.
     lowered: called once Python's part, tracing and lowering, is done, or a kept step is found.
     """
@@ -281,7 +281,7 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
         # This compilation only times, and writes the file, under another name until it is whole.
         timings.parent.mkdir(parents=True, exist_ok=True)
-        # Another name each time: a program in the cache would write nothing.
+        # The program's name is new each time: one from the cache would write nothing.
         partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
         lowered.compile(
             {

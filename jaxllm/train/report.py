@@ -177,7 +177,7 @@ def chart(
 
 
 def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
-    """(what the x axis counts, this for a step of each run, tokens per step if all runs share it).
+    """(what the x axis counts, that number per step of each run, tokens per step if equal in all).
 
     Runs whose steps have different sizes are compared by tokens.
     """

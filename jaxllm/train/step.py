@@ -282,7 +282,7 @@ class Trainer:
         return jax.tree.map(place, batch)
 
     def _side_by_side(self, batch: dict) -> list[dict]:
-        """The batch in two halves on a tensor axis, if they have as many rows; else as it is.
+        """The batch in two equal halves on a tensor axis, if its rows are even; else as it is.
 
         While the devices sum a half's activations, they compute with the other half (Wang et al.
         2024, "Domino"): XLA finds this overlap once both are in one program.

@@ -59,7 +59,7 @@ class Canary:
             return
         (_, *tables), self.last = self.last, None
         first, second = map(np.asarray, tables)
-        # The last step may have been right once, so replicas are compared as both times saw them.
+        # One of the two computations may have been right, so replicas are compared in both.
         for what, differ in (
             ("two computations of it differ in", (first != second).any(2)),
             ("replicas differ in", self._unlike(first) | self._unlike(second)),

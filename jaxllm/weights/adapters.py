@@ -92,7 +92,7 @@ class AdapterWeights:
         return np.asarray(self._merged(name, x))
 
     def verify(self) -> None:
-        """Raises InputError if the adapters belong to another base; all of it was read."""
+        """Raises InputError if the adapters belong to another base; needs the whole base read."""
         if self.expected is not None:
             self.expected.check(getattr(self.base, "source", None) or joint_checksum(self._sums))
 

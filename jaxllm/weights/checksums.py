@@ -71,7 +71,7 @@ def with_digest(page: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(page: Any, key: str = "arrays") -> None:
-    """Raises ValueError for a JSON page that was changed or lacks `key`; older have no digest."""
+    """Raises ValueError if a JSON page was changed or lacks `key`; older pages have no digest."""
     if not isinstance(page, dict) or not isinstance(page.get(key), dict | float):
         raise ValueError(f"its JSON page has no {key}")
     content = {key: value for key, value in page.items() if key != "digest"}

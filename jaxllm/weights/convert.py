@@ -5,8 +5,8 @@ safetensors) becomes a run's directory: a checkpoint of the parameters, and a co
 jaxllm train starts from them.  A run's directory becomes a Hugging Face folder.
 
 With --quantize either becomes a folder of packed weights for jaxllm generate and jaxllm evaluate.
-It has the matrices of the blocks in few bits, and with --head the head's.  The embedding, the
-positions and else the head stay in bfloat16; norms, biases and the two gates of a vLSTM in float32.
+It has the matrices of the blocks in few bits, and with --head also the head, which otherwise stays
+in bfloat16, like embedding and positions; norms, biases and a vLSTM's two gates stay in float32.
 """
 
 import argparse

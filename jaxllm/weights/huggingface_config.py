@@ -187,7 +187,7 @@ def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> Mod
     except ValidationError as e:
         error = e.errors()[0]
         key, message = ".".join(map(str, error["loc"][1:])), plain_message(error["msg"])
-        # A message without a key is of one of our own checks, which uses our names.
+        # A message without a key comes from one of our checks, which uses our names.
         said = f"{key}={error['input']!r}: {message}" if key else message
         said = re.sub(r"[\w.]+", lambda word: theirs.get(word[0], word[0]), said)
         raise InputError(f"{path}: {said}"[:500]) from e

@@ -9,8 +9,8 @@
 
 A matrix stays unpacked if it is the embedding or the positions (bfloat16), or one of the vLSTM's
 two gates (float32): a gate has few columns, and its error adds up over the tokens.  The head is
-bfloat16, or has another format; then a tied head gets its own matrix, too, and only the
-lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
+bfloat16, or is packed; then a tied head becomes a separate matrix, and only the lookup reads the
+embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
 import contextlib

@@ -14,15 +14,15 @@ kernels write fp8, in both orders:
     z = x W + b          --> h = gelu(z)                 e4m3 h and h^T
     dh = dy W_down^T     --> dg, du, or dz and the sum of its rows     e5m2, and transposed
 
-Such a kernel needs its scale before the first value is there, so it takes a bound of the largest
-one.  By Cauchy and Schwarz no element of a product exceeds the largest row norm of its left operand
-times the largest column norm of its right one:
+Such a kernel needs its scale before it computes a value, so the scale comes from a bound.  By
+Cauchy and Schwarz no element of a product exceeds the largest row norm of its left operand times
+the largest column norm of its right one:
 
     |dh| <= c max_i ||dy_i|| max_j ||W_down_j||     |du| <= |dh| max |silu(g)|
     |z|  <= c max_i ||x_i|| max_j ||W_up_j|| + max |b|      |dg| <= 1.1 |dh| max |u|
 
-c covers the rounding of the operands; docs/fp8.md says what a loose bound costs.  For SwiGLU's h it
-would be too loose, so a kernel takes its maximum first, which jax.checkpoint can save.
+c covers the rounding of the operands; docs/fp8.md says what a loose bound costs.  SwiGLU's h would
+have too loose a bound, so a kernel computes its maximum first, which jax.checkpoint can save.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 

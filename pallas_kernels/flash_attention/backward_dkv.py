@@ -10,10 +10,10 @@ then already where a wgmma takes them, in registers.
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
-K and V are loaded once an item; tiles of Q and dO pass by head after head of the group, and for a
+K and V are loaded once per item.  Tiles of Q and dO pass by, head after head of the group, and in a
 persistent block item after item.  A step has 64 queries, or at a head dimension of 64 two halves of
-64 (`add_both`).  At 256 a warpgroup has registers for one of dK and dV; another one sums the other
-(`add_dv`, `add_dk`).
+64 (`add_both`).  At 256 a warpgroup has registers for only one of dK and dV: two warpgroups share
+them (`add_dv`, `add_dk`).
 """
 
 import functools
@@ -33,7 +33,7 @@ from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
-    """The fastest on an H100; docs/attention.md has the others.  In pairs if a block has ROWS."""
+    """The fastest on an H100 (others: docs/attention.md).  Warpgroups pair up in blocks of ROWS."""
     if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
         return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 128:
@@ -190,7 +190,7 @@ def column(ref, slot, half=None):
 
 
 def begin_scores(w: Worker, s_acc, slot):
-    """S begins with -lse, so P is exp2 of a multiple of it.  softcap stands in between: with 0."""
+    """S begins with -lse, so P is exp2 of a multiple of S; with a softcap S begins with 0."""
     if w.schedule.softcap is None:
         s_acc[...] = column(w.smem.minus_lse, slot)
 
@@ -259,10 +259,10 @@ def store(w: Worker, i: Item, name: str, x):
 #    tensor core    S of both, dP a |       | dV a     | dP b, dK a | dV b     | dK b, the next S
 #    warpgroup                      | P a   | dS a     | P b        | dS b     |
 #
-# wgmma reads both operands of S from shared memory.  For 64 queries that takes as long as it
-# multiplies, for 128 three quarters of it, so S of both halves is one wgmma, and b waits in
-# registers.  A step instead of two also halves what a step takes besides: barriers, indices and
-# copies.  Wider heads leave no registers for b.
+# wgmma reads both operands of S from shared memory.  For 64 queries reading takes as long as
+# multiplying, for 128 three quarters of that, so S of both halves is one wgmma, and b waits in
+# registers.  One step instead of two also halves the other costs: barriers, indices and copies.
+# Wider heads leave no registers for b.
 
 
 def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
@@ -406,7 +406,7 @@ def one_item(w: Worker, i: Item):
     total = s.group * i.end
     if s.persistent:
         pl.when(following >= 0)(lambda: load_kv(w, following, 1 - i.side))
-        # Of an item of fewer steps than are on their way when it begins.
+        # An item of fewer steps than `ahead` also loads the first tiles of the next item.
         first = lambda nth: load(w, Step(i.n0 + nth, 0, nth), nth, i.stream)
         pl.loop(total, ahead(s))(first)
 

@@ -8,11 +8,11 @@ A block owns queries and streams the keys that they see, from the diagonal downw
     V ring        [n] [n+1] [n+2]  -- v_full -->                 ...
              <---------------------- free --   all warpgroups have left V of step n, and K of n - 1
 
-dQ += dS K of a step runs on under the next one, so K has a slot more than V.  The last warpgroup
-also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
-leave a step: it does not wait for the others.
+A step's dQ += dS K still runs when the next step starts, so K has one more slot than V.  The last
+warpgroup also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the
+last to leave a step: it does not wait for the others.
 
-One `free` guards K and V, whose rings differ in length, so only `full` is a pipeline.Ring's.
+One `free` guards K and V, whose rings differ in length, so only `full` belongs to a pipeline.Ring.
 """
 
 import functools
@@ -146,7 +146,7 @@ def refill(w: Worker, i: Item, n, free, *tiles: Operand):
 
 
 def load_first(w: Worker, i: Item):
-    """Loads what the item before has not loaded: it had fewer steps than `ahead`, or is none."""
+    """Loads what no item before has loaded: it had fewer steps than `ahead`, or there is none."""
     s, k, v = w.schedule, keys_of(w), values_of(w)
     begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.persistent else 0
 

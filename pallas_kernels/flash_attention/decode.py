@@ -3,10 +3,10 @@
     x = scale q k^T (softcap: c tanh(x / c)), P = softmax(x over the keys seen), O = P V
 
 Each byte of the cache serves few queries, so memory limits the speed.  The T H/K queries that
-share a kv head are the rows of one matmul (row t H/K + g is of position t), and a row's keys are
-split over many blocks, each with its own softmax; their merge by the log-sum-exp is exact ("Flash
-decoding": Dao et al. 2023; grouped heads: Ainslie et al. 2023).  XLA merges the parts in order, in
-one kernel, so two runs are equal bit for bit.  A row of few tiles is one part.
+share a kv head are the rows of one matmul (row t H/K + g is of position t).  The keys of a row are
+split over many blocks, each with a separate softmax; merging them by the log-sum-exp is exact
+("Flash decoding": Dao et al. 2023; grouped heads: Ainslie et al. 2023).  One XLA kernel merges the
+parts in order, so two runs are equal bit for bit.  A row of few tiles is one part.
 
 This file has the op, its jnp reference and its forms; decode_kernels.py has the kernels.
 """
@@ -49,8 +49,8 @@ def decode_attention(
     """Attention of the last T positions of each row to its cache, in q's dtype.
 
     k, v: the cache, in q's dtype or in float8_e4m3fn.  Slots from lengths on must be finite.
-    lengths: keys of each row, at most S, including the T positions'.  Position t of T is at
-        slot lengths - T + t and sees the slots up to its own.
+    lengths: number of keys of each row, at most S, including the T positions.  Position t of T is
+        at slot lengths - T + t and sees the slots up to this one.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1, or to the nearest one, in place where the cache is donated.  The result is then
         (y, k, v) with the updated cache.  XLA divides them by their scales, and for a float8 cache
@@ -60,13 +60,13 @@ def decode_attention(
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     theta, scaling: of RoPE (`rope`, layout "half"), which turns q and the key of `new` by the angle
-        of position lengths - 1; None: no RoPE.  Hopper's kernel turns them itself; XLA does before
-        other GPUs' kernel, and for a float8 cache.
+        of position lengths - 1; None: no RoPE.  Hopper's kernel turns them itself; for other GPUs'
+        kernel, and for a float8 cache, XLA turns them first.
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
-    A position that sees no key gets zeros.  One whose logits are all -inf (of an infinity in q or
-    k) gets NaN, but zeros from the kernels, which have no gradient: use `attention`.
+    A position that sees no key gets zeros.  If all its logits are -inf (from an infinity in q or
+    k) it gets NaN, but zeros from the kernels.  These have no gradient: use `attention`.
     """
     lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window)
@@ -86,7 +86,7 @@ def _decode(
 ):
     """The op; form: what attends to the cache."""
     group, dtype, table, cache = q.shape[2] // k.shape[2], q.dtype, None, []
-    # Whether it turns q and the new key, and writes the new position.
+    # Whether the kernel turns q and the new key, and writes the new position.
     alone = form is hopper and k.dtype != FP8
     if theta is not None and alone:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
@@ -159,7 +159,7 @@ def _append(k, v, new, lengths):
     slots = jnp.clip(lengths, 1, k.shape[1]) - 1
 
     def write(kept, new):
-        # For a scatter of one row XLA for GPUs checks the bounds, in two kernels.
+        # For a scatter of one row, XLA checks the bounds on a GPU in two kernels.
         if len(slots) == 1:
             return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
         at = kept.at[jnp.arange(len(slots)), slots]

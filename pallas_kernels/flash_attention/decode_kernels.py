@@ -66,7 +66,7 @@ class DecodePlan(NamedTuple):
 
 
 def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
-    """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
+    """Over how many blocks a pair (row, kv head) is split: the number that should be fastest.
 
     blocks: of one wave.
     """
@@ -85,7 +85,7 @@ def plan_of(q, k, scale, window, softcap, appends=False) -> DecodePlan:
     seen = s if window is None else min(s, window + t - 1)
     tiles = mosaic.cdiv(seen, KEYS)
     least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
-    # One block on each SM takes all that memory gives; a second one hides float8's conversion.
+    # One block per SM uses all of memory's bandwidth; a second one hides float8's conversion.
     splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
     group = h // kv
     return DecodePlan(t, s, group, d, q.dtype, fp8, scale, window, softcap, stages, splits, appends)
@@ -166,8 +166,8 @@ def whole(p: DecodePlan, like, o, lse):
 
 def merge(o, lse):
     """The softmax over all keys from the splits' (axis 1), in one kernel of XLA."""
-    # As a number of each row, XLA would take the maximum in a separate kernel; so it must be one
-    # of each element, which o * 0 makes of it (XLA does not drop it: o might be infinite).
+    # XLA would compute one maximum per row in a separate kernel.  So each element has it, by the
+    # addition of o * 0 (which XLA does not drop, because o might be infinite).
     lse = lse[..., None] + o * 0
     o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
     # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.

@@ -1,4 +1,4 @@
-"""Attention forward on Hopper: one block owns some hundred queries of one head, keys stream by.
+"""Attention forward on Hopper: one block owns 128 or 192 queries of a head, and keys stream by.
 
 The FlashAttention algorithm (Dao et al. 2022; online softmax: Milakov and Gimelshein 2018) in the
 arrangement of FlashAttention-3 (Shah et al. 2024).  A block has up to three warpgroups with 64
@@ -20,8 +20,8 @@ one after the other, which keeps their softmaxes apart.  P is the second wgmma's
 
 There is no dedicated loader warpgroup; it would hold registers the others need (the compiler
 ignores `setmaxnreg` in relocatable code, which jaxlib makes from 0.12 on).  While the tensor core
-works on S_n, a warp of the first warpgroup loads the next step's keys and one of the last its
-values.  masks.py says which tiles a block visits and masks; schedule.py which block works on what.
+works on S_n, a warp of the first warpgroup loads the next step's keys, and a warp of the last its
+values.  masks.py says which tiles a block visits and masks, schedule.py which block works on what.
 """
 
 import functools
@@ -83,9 +83,9 @@ def scratch(s: Schedule) -> dict:
 
 
 def weighs_early(s: Schedule) -> bool:
-    """Whether P is computed before it is known whether m stays: 7% faster, given registers.
+    """Whether P is computed before it is known whether m stays: 7% faster, if registers suffice.
 
-    In three warpgroups a thread has 168, above D = 160 O takes 96 or more, a window's mask some.
+    With three warpgroups a thread has 168; above D = 160 O takes 96 or more; a window takes some.
     """
     return s.wgs == 2 and s.width <= 160 and s.visits.window is None
 
@@ -222,8 +222,8 @@ def unit(s: Schedule) -> float:
 def factor_of(s: Schedule, logit):
     """The same for rows whose largest logit is known.
 
-    x factor - m is one multiply-add, which does not round the product, as m was rounded.  At logits
-    of 2^30 it leaves up to 64 of two equal numbers, and exp2 of that is no float16.  From LARGE on
+    x factor - m is one multiply-add, which does not round the product, though m was rounded.  For
+    two equal logits of 2^30 it can give 64, not 0, and exp2 of that is no float16.  From LARGE on
     the factor is therefore a power of two, which rounds nothing: different scores are so far apart
     there that only the largest has a weight.
     """
@@ -248,9 +248,9 @@ def sums(s: Schedule, p):
 def softmax(s: Schedule, x, m, l, o):
     """Takes in a tile of scores: (P, m, l, O).
 
-    m, l: of each row what its weights refer to, and their `sums`.  m follows the row's largest
-    logit only when that has grown by a factor of 2^8 (the lazy rescaling of FlashAttention-4).  In
-    nearly all steps of a warp no row's has: then no maximum crosses threads and O stays as it is.
+    m, l: for each row, the maximum its weights refer to, and their `sums`.  m follows the row's
+    largest logit only when it has grown by a factor of 2^8 (FlashAttention-4's lazy rescaling).  In
+    nearly all steps of a warp no m moves: threads exchange no maxima, and O stays as it is.
     A row decides for itself, so its bits depend on no other row.
     """
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)

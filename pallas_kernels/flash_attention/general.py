@@ -2,9 +2,9 @@
 
 The formulas are in op.py, the arrangement is FlashAttention-2's (Dao 2023).  A block is one
 warpgroup of 128 threads.  It owns 64 or 128 rows (of queries; in the dK/dV kernel of keys) of one
-head.  The tiles of columns that they see stream by through shared memory, from which every matmul
-takes its operands (ampere.py).  Each operand has one buffer, which cp.async fills under the other
-one's matmul:
+head.  The tiles of columns that these rows see stream through shared memory, from which every
+matmul takes its operands (ampere.py).  Each operand has one buffer, which cp.async fills during
+the other operand's matmul:
 
     forward, from the diagonal downwards:
     wait for K_n     V_n on its way      S = Q K_n^T
@@ -21,15 +21,15 @@ one's matmul:
     meet             dO_n+1 on its way   dS^T, dK += dS^T Q_n
     meet             Q_n+1 on its way
 
-All threads meet in `wait`, too, so nobody reads any longer what is filled next.  P and dS stay in
-registers.  Two blocks run on a processor at a time where shared memory allows it: one's softmax
-runs under the other's matmuls.  Every block has one item, and the hardware hands them out.
+All threads also meet in `wait`, so nobody still reads the buffer that is filled next.  P and dS
+stay in registers.  Two blocks run on a processor where shared memory allows it: the softmax of one
+runs under the matmuls of the other.  Every block has one item; the hardware hands the items out.
 
-The tables of tiles are sized by the 255 registers of a thread and by 99 KB of shared memory.  128
-rows read an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles
-are fastest, though some spill up to 60 bytes; docs/attention.md has the sweep.  A100 and H100 take
-them.  Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64
-rows read fast enough; nobody has timed those.
+The 255 registers of a thread and 99 KB of shared memory limit the tables of tiles.  128 rows read
+an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles are
+fastest, though some spill up to 60 bytes (sweep: docs/attention.md); A100 and H100 take them.
+Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64 rows read
+fast enough; nobody has timed the tight tiles.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """What a query sees: the tiles that a block visits, the mask inside a tile, the softmax over both.
 
-A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.
-It visits one range of them and never loads the others.  Inside that range lies another one whose
-tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 128, 64-key tiles:
+A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.  It
+visits one range of tiles and never loads the others.  Inside this range lies another one, of tiles
+fully visible to every row, which need no mask.  Queries 192 to 255, window 128, 64-key tiles:
 
     tile 0      tile 1         tile 2         tile 3             tile 4
     not loaded  window's edge  seen whole     diagonal: masked   not loaded
@@ -106,10 +106,7 @@ class Visits(NamedTuple):
 
 
 def some_rows_see_nothing(window: int | None, packed: bool, rows: int = ROWS) -> bool:
-    """Rows without any key: of segments, or past T, under a window of less than their number.
-
-    rows: those that start at a multiple of themselves.
-    """
+    """Whether one of `rows` aligned rows may see no key: by segments, or past T by the window."""
     return packed or (window is not None and window < rows)
 
 
@@ -118,7 +115,7 @@ def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
 
     Tiles first ... end - 1 may hold columns of the rows' segments, by the ranges of ids: exact
     where documents are packed one after the other, never too narrow, and one tile at least.  Tiles
-    whole_first ... whole_end - 1 hold nothing but the one segment that all of the rows are of.
+    whole_first ... whole_end - 1 hold only one segment, to which all of the rows belong.
     rows, columns: ids, (B, n) int32.  lead: rows of the first block that do not exist.
     """
 

@@ -67,8 +67,8 @@ def attention(
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     return_lse: also returns the natural log of the sum of exp(logits), float32, differentiable.
 
-    A query that sees no key gets zeros and lse = -inf.  One whose visible logits are all -inf (of
-    an infinity in q or k) gets NaN, but zeros from the kernels with a window of less than 128 or
+    A query that sees no key gets zeros and lse = -inf.  If all its visible logits are -inf (from
+    an infinity in q or k) it gets NaN, but zeros from the kernels with a window of less than 128 or
     segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
     The kernels' gradients need logits below about 1e6.
     """
@@ -208,7 +208,7 @@ def _reference_forward(q, k, v, mask, scale, softcap):
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
-    # A row may see no key.  One whose logits are all -inf has an infinity in q or k, and gets NaN.
+    # A row may see no key.  If all its logits are -inf, q or k has an infinity, and it gets NaN.
     top = jnp.where(jnp.any(mask, axis=-1, keepdims=True), top, 0)
     p = jnp.exp(x - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
@@ -296,7 +296,7 @@ def _attention_backward(call: Call, with_lse, saved, cotangents):
 
 
 def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
-    """(dq, dk, dv), or where q, k and v are one array, its only gradient, none of them padded.
+    """(dq, dk, dv), or the one gradient where q, k and v are one array; none of them padded.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
     segments: from `pad_segments`.

@@ -1,7 +1,7 @@
 """Which block of a kernel works on what, and in which order; the call of a kernel.
 
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
-past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
+past which all columns stream that its rows see.  These columns should come from the L2 cache, no
 block should wait for the busiest one, and a block should know its next item early.
 """
 
@@ -105,9 +105,9 @@ class Schedule(NamedTuple):
         return lax.rem(n, jnp.int32(self.stages))
 
     def limits(self, row, batch, spans):
-        """What segments leave to the block of rows that begins at `row`.
+        """Which tiles the segments leave to the block of rows that begins at `row`.
 
-        Returns (tiles to see, tiles that hold its one segment alone), each first and end.
+        Returns (tiles to see, tiles that hold only the block's one segment), each first and end.
         spans: a reference to `segment_spans`, or None.
         """
         if spans is None:
@@ -280,8 +280,8 @@ def plan(costs: tuple[int, ...], pairs: int, section: int, blocks: int) -> np.nd
     """What each block of a persistent grid works on: (blocks, n) int32, rows of n_items, items, -1.
 
     The item level * pairs + pair takes about the time costs[level].  Longest first in each section,
-    it goes to the block that is free first: what the hardware does with a block for each item.
-    Taken in turns, at B32 T1024 12/12 D64 the busiest block would have 3 to 13% more than another.
+    it goes to the block that is free first, as the hardware does with a block for each item.  With
+    items dealt in turns, the busiest block would have 3 to 13% more work (B32 T1024 12/12 D64).
     """
     rows = [[] for _ in range(blocks)]
     free = [(0, block) for block in range(blocks)]
@@ -298,9 +298,9 @@ def plan(costs: tuple[int, ...], pairs: int, section: int, blocks: int) -> np.nd
 
 
 def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
-    """About what a block costs that begins at each of first_rows: columns of the tiles visited.
+    """About the cost of a block that begins at each of first_rows: columns of the tiles visited.
 
-    128 more for what no other work of the block runs under.  What segments leave out is not known.
+    128 more for the work that overlaps with nothing.  What segments leave out is not known.
     """
     low, high = visits.seen(first_rows, first_rows + block, 0, visits.tiles)
     return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())

@@ -58,9 +58,9 @@ class Item(NamedTuple):
 
 
 def unsettled(i: Item, s: Schedule, n):
-    """i.at, as the compiler cannot know.
+    """i.at, hidden from the compiler.
 
-    Where it sees that an operand stays in place from step to step, it holds the descriptors of all
+    If it saw that an operand stays in place from step to step, it would hold the descriptors of all
     its slices in registers, up to 64 of them.
     """
     return jnp.minimum(i.at, n + s.sides * s.sets)
@@ -184,8 +184,8 @@ def step_of(i: Item, g, r) -> Step:
 def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
     """Starts to copy the tile of a step, the nth of its item, once all have left its buffer.
 
-    It may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item follow the
-    last head's.
+    The tile may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item
+    follow those of the last head.
     """
     s = w.schedule
     past = nth - s.group * stream.end

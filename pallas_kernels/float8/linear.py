@@ -7,12 +7,12 @@ after a multiplication by a power of 2 that brings max |a| close to the limit, a
 divides out again (quantize.py).  The power comes from the tensor at hand, so a run has no further
 state.  Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
-The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
-cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12
-does it only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets; otherwise it
-multiplies in bfloat16, in twice the time.  The gradients' sums over all tokens are the longest, so
-these products take HIGHEST, which turns off the "fast accumulation" in about 14 bits.  The backward
-pass keeps x^T and w in fp8.  docs/fp8.md has the reasons.
+XLA replaces a dot_general of converted and scaled fp8 arrays with one call of cuBLASLt's fp8
+matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12 does this only
+with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets; otherwise it multiplies in
+bfloat16, in twice the time.  The gradients' sums over all tokens are the longest, so these products
+take HIGHEST, which turns off the "fast accumulation" in about 14 bits.  The backward pass keeps x^T
+and w in fp8.  docs/fp8.md has the reasons.
 """
 
 import functools
@@ -43,7 +43,7 @@ def fp8_linear(
     total: Float[Array, "K N"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """x @ weight + bias in x's dtype; this matmul and both gradients' take fp8 operands.
+    """x @ weight + bias in x's dtype; this matmul and those of both gradients take fp8 operands.
 
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight + bias in
     x's dtype, which `dispatch.explain()` reports.

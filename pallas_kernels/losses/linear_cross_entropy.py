@@ -17,8 +17,8 @@ x's dtype for its matmuls.
 
 With `fp8` z = Q4(x) Q4(W)^T, dx = Q5(dz) Q4(W), dW = Q5(dz)^T Q4(x), where Q4 and Q5 round to e4m3
 and e5m2; the products are fp8_linear's.  dz = exp(z - log_sum) - [v = label] needs no maximum:
-without the loss's factor, by which the products are multiplied, it lies in [-1, 1], and -1 is
-exact.  A kernel of its own writes dz once the sums of rows are known (docs/fp8.md).
+the factor of the loss multiplies the products instead, so dz lies in [-1, 1], and -1 is exact.
+Another kernel writes dz once the sums of rows are known (docs/fp8.md).
 """
 
 import functools

@@ -10,8 +10,8 @@ Mean Square Layer Normalization", equation 4.  With g = weight dy, and mean(g) o
     dx = r (g - mean(g) - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
 
 With a residual x becomes s = x + residual, which is returned as well; x and residual both get the
-gradient dx + ds.  With a gate y becomes sigmoid(gate) n weight.  With s = sigmoid(gate), its
-gradients are those above for s dy in place of dy, and dgate = g n (1 - s) with g = weight s dy.
+gradient dx + ds.  With a gate y becomes sigmoid(gate) n weight.  With s = sigmoid(gate), the
+gradients are as above with s dy in place of dy, and dgate = g n (1 - s) with g = weight s dy.
 
 Everything is computed in float32 and rounded once at the end.  The variance takes two passes over
 the row in registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves r, and for layer

@@ -1,8 +1,8 @@
 """The kernel of quantized_linear for many rows: y^T = w'^T x^T, and w' is unpacked in registers.
 
 The gradient dx^T = w' dy^T is the same kernel with `back`: rows of its wgmmas are k, it sums over
-n, and the unpacked registers are transposed on their way (unpack.py).  Read K and N for each other
-below: y is dx, x is dy, 64 columns n are 64 of k, and a turn of 256 k is one of 256 n.
+n, and the unpacked registers are transposed on their way (unpack.py).  Then swap K and N in what
+follows: y is dx, x is dy, 64 columns n are 64 of k, and a turn of 256 k is one of 256 n.
 
 As in matmul.py 64 columns n of w' are the rows of a wgmma, its left operand in registers, and rows
 of x its columns.  Here the tensor core is the limit, so it must never wait for unpacking:
@@ -21,8 +21,8 @@ A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A ste
 the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 250 to 440
 instructions: docs/decoding.md counts them.
 
-Without splits the block turns its tile round in the buffers of x, and writes y.  Otherwise, and for
-a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so
+Without splits the block transposes its tile in the buffers of x, and writes y.  With splits, or
+with a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so
 two runs are equal bit for bit.
 """
 

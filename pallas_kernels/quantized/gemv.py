@@ -15,9 +15,9 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
     sums of a group of k                -> acc += s sum, and offset sum of x
 
 Shared memory holds x, or norm(x) as bfloat16, and at the end the sums of the warps in float32.
-All warpgroups bring a part of x while the first words are on their way.  For layer norm only the
-first one does, which needs the mean.  RMS norm is a factor, which the sums get at the end: before,
-x is only multiplied by the norm's weight.
+Each warpgroup loads a part of x while the first words are on their way.  For layer norm the first
+warpgroup loads all of x, because it needs the mean.  RMS norm is a factor that multiplies the sums
+at the end; before, x is only multiplied by the norm's weight.
 
 Sums are added in a fixed order, so two runs are equal bit for bit.  w' is never rounded: its levels
 are exact in bfloat16, and scales multiply sums.

@@ -2,10 +2,10 @@
 
     y = x w' + bias,   w' = level s + offset (formats.py),   dx = dy w'^T
 
-Few rows of x read the whole weight, so memory limits the speed, and 4 bits take a quarter of
-the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
-gemm.py for more, unpack words in registers and multiply on the tensor core; w' never exists in
-memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
+A product with few rows of x reads the whole weight, so memory limits the speed, and 4 bits take a
+quarter of the time of bfloat16.  The kernels (gemv.py for one row, matmul.py for 2 to 64, gemm.py
+for more) unpack words in registers and multiply on the tensor core; w' never exists in memory.
+XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
 
 With `weight.plain()` in place of the weight x is quantised, too, for many rows: the tensor core
 multiplies 8 bits twice as fast as bfloat16.

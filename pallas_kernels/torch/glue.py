@@ -1,8 +1,8 @@
-"""CUDA C++ for what lies between the kernels of a program: one function computes many arrays.
+"""CUDA C++ for the steps between the kernels of a program: one function computes many arrays.
 
 XLA would fuse these steps in the same way.  One thread computes an element of an array from the
 elements of others: it follows the steps back to arrays in memory, and turns its position into
-theirs.  Values of 16 bits are float, rounded after each step.
+positions there.  Values of 16 bits are float, rounded after each step.
 """
 
 import math

@@ -17,8 +17,8 @@ import pallas_kernels.torch as pk
 def patch(model):
     """Makes a LlamaForCausalLM call our kernels, in place, and returns it.
 
-    With labels it returns a loss, but no cache and no logits, which then never exist whole: unless
-    lm_head is more than a Linear, or the loss another one.  Calls with a mask (of padding), a
+    With labels it returns a loss, but no cache and no logits, which then never exist whole, unless
+    lm_head is more than a Linear, or the loss is another one.  Calls with a mask (of padding), a
     filled cache or another attn_implementation than sdpa take the model's own attention.  The
     parameters must be bfloat16 or float16, or under autocast.
     Raises ValueError for another model, and for one with attention dropout, with scaled rope other

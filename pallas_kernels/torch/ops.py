@@ -1,8 +1,8 @@
-"""Makes an op of ours callable with tensors: one layer for all of them.
+"""Makes our ops callable with tensors: one layer for all of them.
 
 An op for certain shapes and options is an `OpCall`.  It has plans (plan.py) of the op alone, or of
-the op with what its backward pass needs, and of that pass; a runner runs them (run.py).  Plans are
-kept on disk: JAX is imported only where one is new.  torch.compile and other tracers see the two
+the op with the results that its backward pass needs, and of that pass; a runner runs them (run.py).
+Plans are kept on disk: JAX is imported only for a new one.  torch.compile and other tracers see the
 passes as the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
 """
 
@@ -33,7 +33,7 @@ _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
 def _each(f: Callable, x) -> Any:
-    """x with f of all that lies in it, in tuples and in Packed and QuantizedWeight."""
+    """x with f applied to all values in it, also in tuples, Packed and QuantizedWeight."""
     if isinstance(x, tuple):
         made = [_each(f, y) for y in x]
         return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
@@ -52,7 +52,7 @@ def _static(x):
 
 
 def _32_bits(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch's usual int64 ids as int32; those that int32 lacks stay out of every range."""
+    """PyTorch's usual int64 ids as int32; ids that int32 lacks stay out of every range."""
     return x.clamp(-(2**31), 2**31 - 1).int() if x.dtype is torch.int64 else x
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.torch.program import Glue, Plan, Program, ProgramStep, Unit
 def _lower(program: Program) -> dict[int, int]:
     """Lowers the kernels, and says which arrays they write into another's memory.
 
-    What others read is copied before; so are outputs that are inputs, constants, or each other.
+    Arrays that others read are copied first; so are outputs that are inputs, constants or equal.
     """
     roots, steps, outputs = program.roots, program.steps, program.outputs
     every = (step.ins for step in steps if step.outs)  # all but barriers

@@ -1,4 +1,4 @@
-"""What an op is: a program of steps, then a plan of launches, which needs no JAX and is kept."""
+"""The forms of an op: a program of steps, then a plan of launches, which is kept without JAX."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Runs a plan with PyTorch: its memory, its current stream, its operators for what is no launch."""
+"""Runs a plan with PyTorch's memory, its current stream, and its operators between launches."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Turns an op of ours into a program: kernels, and what is between them.
+"""Turns one of our ops into a program: kernels, and the steps between them.
 
 A program is a list of steps over numbered arrays.  A step is either a Mosaic kernel or one
 primitive of the jaxpr.  Only this file imports JAX, and a call that is known on disk does not
@@ -75,7 +75,7 @@ class _Walk(Program):
         return self.step(self.turned(ProgramStep(name, _plain(eqn), ins, outs)))
 
     def turned(self, step: ProgramStep) -> ProgramStep:
-        """Products read transposed operands where they lie, and are transposed by their order."""
+        """Products read transposed operands in place; swapped operands transpose a product."""
         before = [self.made.get(i, step) for i in step.ins]
         if any("batch" in x.params for x in (step, *before)):
             return step
