@@ -242,6 +242,10 @@ class Page:
                 raise InputError(f"{self.path}: {key}={value!r:.100} is not supported; {fix}")
 
 
+# Llama 3.1's scaling where no wavelength is short: position interpolation (Chen et al. 2023).
+_LINEAR = {"low_freq_factor": 1e29, "high_freq_factor": 1e30}
+
+
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     # The names of transformers 4 and 5, which prefers the older one.
     old, new = page.get("rope_scaling", {}), page.get("rope_parameters", {})
@@ -259,9 +263,11 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"{page.path}: rope_scaling has factor={given['factor']!r}, but no rope_type"
         )
-    rope.only("rope_type", "default", "llama3")
+    rope.only("rope_type", "default", "llama3", "linear")
     scaling = None
-    if rope.page["rope_type"] == "llama3":
+    if rope.page["rope_type"] == "linear":
+        scaling = _LINEAR | {"factor": rope.need("factor")}
+    elif rope.page["rope_type"] == "llama3":
         scaling = {key: rope.need(key) for key in keys}
         scaling[length] = page.get(length, given[length] or fields["max_seq_len"])
     theta = rope.get("rope_theta", fields["rope_theta"])
@@ -347,6 +353,8 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         scaling = config.rope_scaling
         page["head_dim"] = config.head_dim
         page["rope_scaling"] = scaling and dict(rope_type="llama3", **scaling.model_dump())
+        if scaling and _LINEAR.items() <= page["rope_scaling"].items():
+            page["rope_scaling"] = dict(rope_type="linear", factor=scaling.factor)
         if name.startswith("qwen"):
             page |= {"sliding_window": window, "use_sliding_window": window is not None}
             page |= {"max_window_layers": 0 if window else config.n_layers}

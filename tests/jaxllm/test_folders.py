@@ -27,6 +27,8 @@ from jaxllm.weights.huggingface import AHEAD, read_ahead
 from jaxllm.weights.huggingface_config import config_json, model_config
 from jaxllm.weights.places import places
 from jaxllm.weights.pretrained import open_weights
+from pallas_kernels import RopeScaling
+from pallas_kernels.rotary import frequencies
 
 # Keys of published config.json files (Llama 3.1, SmolLM2, TinyLlama, GPT-2, xLSTM 7B, fine-tunes)
 # that do not affect the result.
@@ -39,7 +41,7 @@ METADATA = dict(
     predict_special_tokens=True, _num_labels=1, is_causal=True, max_new_tokens=64,
     _flash_attn_2_enabled=True,
 )  # fmt: skip
-LINEAR = {"rope_type": "linear", "factor": 2.0}
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 ROTARY = {"rope_type": "llama3", "rope_theta": 500.0} | SCALING
 
 
@@ -55,8 +57,8 @@ def test_metadata_changes_nothing(name):
 REFUSED = {
     "llama3": [
         dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
-        dict(rope_scaling=LINEAR), dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
-        dict(rope_scaling={"factor": 2.0}), dict(rope_scaling={"full_attention": ROTARY}),
+        dict(rope_scaling={"type": "linear"}), dict(rope_scaling={"factor": 2.0}),
+        dict(rope_scaling=DYNAMIC), dict(rope_scaling={"full_attention": ROTARY}),
         dict(rope_scaling=ROTARY | {"attention_factor": 0.5}), dict(partial_rotary_factor=0.5),
         dict(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
         dict(sliding_window=16), dict(logit_scale=0.5), dict(num_local_experts=8),
@@ -112,6 +114,16 @@ def test_settings_are_applied_as_by_transformers():
     assert model_config(gpt2 | dict(hidden_size=16), Path("config.json")) == read("gpt2")
     blocks = dict(num_hidden_layers=None, num_blocks=2, hidden_size=None, embedding_dim=16)
     assert read("xlstm", **blocks) == read("xlstm")
+
+
+def test_linear_scaling_divides_every_frequency():
+    config = read("llama3", rope_scaling=LINEAR)
+    scaling = RopeScaling(**config.rope_scaling.model_dump())
+    np.testing.assert_array_equal(frequencies(8, 1e4, scaling), frequencies(8, 1e4) / 2)
+    page = config_json(config, "float32")
+    assert page["rope_scaling"] == LINEAR
+    assert model_config(page, Path("config.json")) == config
+    assert read("llama3", rope_scaling={"type": "linear", "factor": 2}) == config
 
 
 @pytest.mark.parametrize("name", RELATIVES)
