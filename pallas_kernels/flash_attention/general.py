@@ -311,13 +311,15 @@ def dkv_step(b: Block, last, n, carry):
 
 def dkv_body(wanted: tuple[str, ...], w: Worker):
     s, smem, b = w.schedule, w.smem, block_of(w)
-    first, steps = (b.head * s.group, b.low), s.group * (b.high - b.low)
+    nothing = dict.fromkeys(wanted, mosaic.zeros((s.block, s.width), WGMMA))
+    steps = s.group * (b.high - b.low)
+    step = functools.partial(dkv_step, b, steps - 1)
     load(b, "k", s.k_first + b.head, b.row)
     load(b, "v", s.v_first + b.head, b.row)
+    first = b.head * s.group, b.low
     load_queries(b, "do", first)
     load_queries(b, "q", first)
-    nothing = dict.fromkeys(wanted, mosaic.zeros((s.block, s.width), WGMMA))
-    _, sums = lax.fori_loop(0, steps, functools.partial(dkv_step, b, steps - 1), (first, nothing))
+    _, sums = lax.fori_loop(0, steps, step, (first, nothing))
     # Scale dK, and store both through the buffers of K and V.
     through = dict(dk=(smem.k, s.k_first, s.scale), dv=(smem.v, s.v_first, 1))
     for name in wanted:
