@@ -25,7 +25,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels.mosaic import WGMMA, wgmma_tiles, zeros
+from pallas_kernels.mosaic import WGMMA, inline, wgmma_tiles, zeros
 
 _THREADS = 128
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -46,10 +46,7 @@ def load_line(source, target, batch, head, first) -> None:
     source: (B, H, T) float32 in global memory, long enough to fill target; T and first are
     multiples of 4.  target: (n,) in shared memory, n a multiple of 4 and at most 512.
     """
-    types = (plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3)
-    scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first))
-    code = functools.partial(_load_line, source.shape, target.shape[0])
-    plgpu.inline_mgpu(arg_types=types)(code)(source, target, *scalars)
+    _move(_load_line, source, target, batch, head, first)
 
 
 def store_rows(source, target, batch, head, first, end) -> None:
@@ -107,18 +104,17 @@ def left(x):
 def as_left(x, dtype):
     """A result of mma, rounded to dtype, as the left operand of the next: no thread moves it."""
     dtype = jnp.dtype(dtype)
-    result = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=plgpu.Layout.MMA_LHS(dtype))
     code = functools.partial(_as_left, dtype)
-    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)(code)(x)
+    return inline(code, (WGMMA,), x.shape, dtype, plgpu.Layout.MMA_LHS(dtype))(x)
 
 
 # ---- in Mosaic's own language ----------------------------------------------------------------
 
 
-def _move(code, array, tile, batch, head, first, end):
-    width, dtype = tile.shape[-1], tile.dtype
-    types = (plgpu.RefType(), plgpu.RefType(wgmma_tiles(width, dtype)), *(_SCALAR,) * 4)
-    scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first, end))
+def _move(code, array, tile, *where):
+    transforms = () if len(tile.shape) == 1 else wgmma_tiles(tile.shape[-1], tile.dtype)  # a line
+    types = (plgpu.RefType(), plgpu.RefType(transforms), *(_SCALAR,) * len(where))
+    scalars = (jnp.asarray(x, jnp.int32) for x in where)
     code = functools.partial(code, array.shape, tile.shape)
     plgpu.inline_mgpu(arg_types=types)(code)(array, tile, *scalars)
 
@@ -135,9 +131,8 @@ def _store_rows(shape, tile_shape, _, array, tile, *where):
     target, source, found = _pieces(shape, tile_shape, array, tile, *where)
     byte = ir.IntegerType.get_signless(8)
     for to, from_, ok in found:
-        here, there = (
-            mgpu.utils.getelementptr(p, [n], byte) for p, n in ((source, from_), (target, to))
-        )
+        here = mgpu.utils.getelementptr(source, [from_], byte)
+        there = mgpu.utils.getelementptr(target, [to], byte)
         with mgpu.when(ok):
             llvm.store(llvm.load(words, here, alignment=16), there, alignment=16)
 
@@ -180,7 +175,7 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     return global_, shared, found
 
 
-def _load_line(shape, length, _, array, target, batch, head, first):
+def _load_line(shape, line_shape, _, array, target, batch, head, first):
     batch, head, first = (x.registers.item() for x in (batch, head, first))
     thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
     mine = arith.muli(thread, constant(4))
@@ -188,7 +183,7 @@ def _load_line(shape, length, _, array, target, batch, head, first):
     place = _index(batch, (heads, head), (t, arith.addi(first, mine)))
     source = mgpu.utils.getelementptr(_global(array), [place], f32)
     target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
-    with mgpu.when(_less(mine, constant(length))):
+    with mgpu.when(_less(mine, constant(line_shape[0]))):
         _copy(source, target)
 
 

@@ -136,18 +136,17 @@ def _loads(c: int, *dtypes) -> _Loads:
 
 @jax.jit(static_argnums=3)
 def _forward(tokens, wte, wpe, dtype):
-    """Returns y (B, T, C); a block gathers the row of one token."""
-    width = wte.shape[1]
-    wte, wpe = _pad(wte), None if wpe is None else _pad(wpe)
-    (b, t), c = tokens.shape, wte.shape[1]
-    loads = _loads(c, dtype, *(table.dtype for table in (wte, wpe) if table is not None))
+    """(y (B, T, C), what `_backward` needs); a block gathers the row of one token."""
+    tables = _pad(wte), None if wpe is None else _pad(wpe)
+    (b, t), c = tokens.shape, tables[0].shape[1]
+    loads = _loads(c, dtype, *(table.dtype for table in jax.tree.leaves(tables)))
     y = mosaic.kernel(
         functools.partial(_gather, loads),
         name="encoder_forward",
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
         **mosaic.grid(block=b * t),
-    )(tokens, wte, wpe)
-    return y[..., :width]
+    )(tokens, *tables)
+    return y[..., : wte.shape[1]], (tokens, wte, wpe)
 
 
 def _gather(loads: _Loads, tokens_ref, wte_ref, wpe_ref, y_ref):
@@ -267,11 +266,7 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-_encoder = with_gradient(
-    lambda tokens, wte, wpe, dtype: (_forward(tokens, wte, wpe, dtype), (tokens, wte, wpe)),
-    _backward,
-    nondiff_argnums=(3,),
-)
+_encoder = with_gradient(_forward, _backward, nondiff_argnums=(3,))
 
 FORMS = (
     Form("general", _encoder, "sm_80", why_not, why_slower),

@@ -70,13 +70,18 @@ def folded(f, parts: list):
     return parts[0]
 
 
+def inline(code, types, shape, dtype, layout):
+    """Code in Mosaic's own language as a function of arrays and references of these types."""
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
+
+
 def any_above(x, limit: float):
     """Whether an element of x, in WGMMA's layout, exceeds the limit: each warp has its own answer,
     so what depends on it must not synchronize warps.
     """
-    answer = plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT)
     code = functools.partial(_any_above, limit)
-    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=answer)(code)(x) != 0
+    return inline(code, (WGMMA,), (), jnp.int32, plgpu.Layout.WG_SPLAT)(x) != 0
 
 
 def _any_above(limit, _, x):

@@ -36,13 +36,10 @@ class Ring(NamedTuple):
         """The place of step n in its buffers."""
         return self._bar(n) if self.flat else lax.rem(n, jnp.int32(self.slots))
 
-    def into(self, n, smem, *rest):
-        """Where a copy of step n goes, smem[slot, *rest], and its barrier."""
-        return smem.at[self.slot(n), *rest], self.full.at[self._bar(n)]
-
     def send(self, n, source, smem, *rest):
         """Starts a copy of step n to smem[slot, *rest]."""
-        plgpu.copy_gmem_to_smem(source, *self.into(n, smem, *rest))
+        target = smem.at[self.slot(n), *rest]
+        plgpu.copy_gmem_to_smem(source, target, self.full.at[self._bar(n)])
 
     def wait(self, n):
         """Waits until step n has arrived; returns its slot."""

@@ -93,8 +93,7 @@ def _rows(x, weights, biases, *, residual, kernel=True, **options):
     options |= dict(residual=None if residual is None else residual.reshape(-1))
     arrays = x.reshape(-1), weights, biases
     if kernel and _packed(weights):
-        results = 1 if options["activation"] == "swiglu" else None
-        ys = gemv.products(*arrays, tuple(_dtypes(x, weights, residual)[:results]), **options)
+        ys = gemv.products(*arrays, tuple(_dtypes(x, weights, residual)), **options)
     else:
         ys = (_kernel if kernel else _in_jnp)(*arrays, **options)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)

@@ -15,7 +15,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.options import with_gradient
 
 
-def check(totals: tuple, *weights: jax.Array) -> None:
+def check_totals(totals: tuple, *weights: jax.Array) -> None:
     """Raises ValueError unless there is a float32 total (float64 in tests) like each weight."""
     need = [w.shape for w in weights]
     wide = all(t.dtype == mosaic.stat_dtype(t.dtype) for t in totals)

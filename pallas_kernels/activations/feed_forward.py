@@ -42,8 +42,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear, quantize
 from pallas_kernels.float8.quantize import cast, cast_results, norms
 from pallas_kernels.options import checked, with_gradient
-from pallas_kernels.totals import check as check_totals
-from pallas_kernels.totals import summed
+from pallas_kernels.totals import check_totals, summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE, _SILU_SLOPE = 1.13, 1.1  # of gelu and silu, at most

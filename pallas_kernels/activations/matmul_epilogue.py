@@ -118,16 +118,11 @@ class _Block(NamedTuple):
         row, column = place
         return pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
 
-    def ring(self, i) -> Ring:
-        """The ring of steps, with the barriers of the warpgroup that computes the i-th tile."""
-        return Ring(
-            self.t.stages, self.refs.step_bars, first=lax.rem(i, jnp.int32(2)) * self.t.stages
-        )
-
     def copy_step(self, i, place, step):
-        """Starts the copies of a step of the i-th tile."""
-        (row, column), refs = place, self.refs
-        ring, n, at = self.ring(i), i * self.t.steps + step, pl.ds(step * _STEP, _STEP)
+        """Starts the copies of a step of the i-th tile, for the warpgroup that computes it."""
+        (row, column), refs, stages = place, self.refs, self.t.stages
+        ring = Ring(stages, refs.step_bars, first=lax.rem(i, jnp.int32(2)) * stages)
+        n, at = i * self.t.steps + step, pl.ds(step * _STEP, _STEP)
         ring.send(n, refs.a.at[pl.ds(row * _ROWS, _ROWS), at], refs.a_smem)
         ring.send(n, refs.b.at[pl.ds(column * _COLUMNS, _COLUMNS), at], refs.b_smem)
 

@@ -10,7 +10,7 @@
 
 A block takes its share of the tiles that its row sees: those up to its length, inside its window.
 TMA copies the next tiles as soon as the warpgroup has left a buffer.  Other GPUs since Ampere run
-`general.decode_body`, with one buffer of K and one of V.  For D = 128 its blocks have 48 KB of
+`_general_body`, with one buffer of K and one of V.  For D = 128 its blocks have 48 KB of
 shared memory, so two are on a processor and 32 KB of the cache on their way to it.
 """
 
@@ -24,8 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import general, masks
+from pallas_kernels import ampere, mosaic
+from pallas_kernels.flash_attention import masks
+from pallas_kernels.flash_attention.general import add_tile
 from pallas_kernels.flash_attention.schedule import width_of
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
@@ -190,11 +191,31 @@ def for_every_gpu(q, k, v, lengths, _new, _table, scale, window, softcap):
     tile = mosaic.tiled(ROWS, width, dtype=p.dtype)
     dtype = jnp.float32 if p.splits > 1 else p.dtype
     kernel = prepare(
-        p, "general_decode_attention", lambda b, *refs: general.decode_body(b, weights_of, *refs),
-        b, kv, (ROWS, width, dtype), dict.fromkeys("qkv", tile),
+        p, "general_decode_attention", _general_body, b, kv, (ROWS, width, dtype),
+        dict.fromkeys("qkv", tile),
         approx_math=True, unsafe_no_auto_barriers=True,  # ampere.wait is where threads meet
     )  # fmt: skip
     return (whole(p, q, *kernel([k, v], dict(q=x, lengths=lengths))),)
+
+
+def _general_body(b: DecodeBlock, o_ref, lse_ref):
+    def load(name, tile):  # past S it is filled with zeros
+        source, target = getattr(b.refs, name), getattr(b.smem, name)
+        ampere.load_rows(source, target, b.batch, b.head, tile * KEYS, b.p.keys)
+
+    def step(tile, carry):
+        load_next_k = lambda: pl.when(tile + 1 < b.high)(lambda: load("k", tile + 1))
+        weigh = lambda x, m, l: weights_of(b, x, tile, m, l)
+        return add_tile(b.smem, carry, lambda: load("v", tile), load_next_k, weigh)
+
+    ampere.load_rows(b.refs.q, b.smem.q, b.batch, b.head, 0, b.p.rows)
+    pl.when(b.low < b.high)(lambda: load("k", b.low))
+    nothing = mosaic.zeros(b.smem.q.shape, WGMMA), *masks.no_keys(ROWS)
+    o, m, l = lax.fori_loop(b.low, b.high, step, nothing)
+    ampere.wait()  # for Q, which nobody has waited for if there are no keys
+    for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
+        if ref is not None:
+            mosaic.store(ref.at[b.batch, b.split, b.head], x)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))

@@ -401,7 +401,7 @@ def forward(q, k, v, segments=None, *, call: Call):
 
     The axes T and S of q, k and v are padded to multiples of 8, because a TMA copy into wgmma's
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
-    segments: ids of the queries and of the keys, as `pad_segments` returns them, or None.
+    segments: ids of the queries and of the keys, as op.py pads them, or None.
     """
     tile, inputs = tiles(q.shape[-1], call.packed), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)

@@ -60,7 +60,7 @@ def tiles(kernel: str, head_dim: int, call: Call) -> Tiles:
     # In the backward pass segments and softcap need registers.
     more = kernel != "forward" and (call.packed or call.softcap is not None)
     width = schedule.width_of(head_dim)
-    block, step = _TILES[kernel, call.tight or more][(width > 64) + (width > 128)]
+    block, step = _TILES[kernel, mosaic.is_tight() or more][(width > 64) + (width > 128)]
     return Tiles(1, step, 1, False, 16, block)
 
 
@@ -200,29 +200,6 @@ def forward(q, k, v, segments=None, *, call: Call):
     return launch("forward", forward_body, call, inputs, segments, out_type)
 
 
-def decode_body(b, weigh, o_ref, lse_ref):
-    """The kernel of decode_kernels.py: b is one of its blocks, of tiles b.low ... b.high - 1."""
-    smem, rows = b.smem, b.smem.q.shape[0]
-
-    def load(name, tile):  # past S it is filled with zeros
-        source, target = getattr(b.refs, name), getattr(smem, name)
-        ampere.load_rows(source, target, b.batch, b.head, tile * target.shape[0], b.p.keys)
-
-    def step(tile, carry):
-        load_next_k = lambda: pl.when(tile + 1 < b.high)(lambda: load("k", tile + 1))
-        own = lambda x, m, l: weigh(b, x, tile, m, l)
-        return add_tile(smem, carry, lambda: load("v", tile), load_next_k, own)
-
-    ampere.load_rows(b.refs.q, smem.q, b.batch, b.head, 0, b.p.rows)
-    pl.when(b.low < b.high)(lambda: load("k", b.low))
-    nothing = mosaic.zeros(smem.q.shape, WGMMA), *masks.no_keys(rows)
-    o, m, l = lax.fori_loop(b.low, b.high, step, nothing)
-    ampere.wait()  # for Q, which nobody has waited for if there are no keys
-    for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
-        if ref is not None:
-            mosaic.store(ref.at[b.batch, b.split, b.head], x)
-
-
 # ---- dQ and delta ----------------------------------------------------------------------------
 
 
@@ -301,17 +278,6 @@ def load_queries(b: Block, name: str, step):
     load(b, name, head, tile * s.columns)
 
 
-def dkv_begin(b: Block):
-    """Loads what comes first; returns the first step."""
-    s = b.w.schedule
-    load(b, "k", s.k_first + b.head, b.row)
-    load(b, "v", s.v_first + b.head, b.row)
-    first = b.head * s.group, b.low
-    load_queries(b, "do", first)
-    load_queries(b, "q", first)
-    return first
-
-
 def after(b: Block, step):
     """The step after (head, tile)."""
     head, tile = step
@@ -347,8 +313,13 @@ def dkv_body(wanted: tuple[str, ...], w: Worker):
     s, smem, b = w.schedule, w.smem, block_of(w)
     nothing = dict.fromkeys(wanted, mosaic.zeros((s.block, s.width), WGMMA))
     steps = s.group * (b.high - b.low)
-    one = functools.partial(dkv_step, b, steps - 1)
-    sums = lax.fori_loop(0, steps, one, (dkv_begin(b), nothing))[1]
+    step = functools.partial(dkv_step, b, steps - 1)
+    load(b, "k", s.k_first + b.head, b.row)
+    load(b, "v", s.v_first + b.head, b.row)
+    first = b.head * s.group, b.low
+    load_queries(b, "do", first)
+    load_queries(b, "q", first)
+    _, sums = lax.fori_loop(0, steps, step, (first, nothing))
     # Scale dK, and store both through the buffers of K and V.
     through = dict(dk=(smem.k, s.k_first, s.scale), dv=(smem.v, s.v_first, 1))
     for name in wanted:

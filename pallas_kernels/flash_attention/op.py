@@ -32,7 +32,7 @@ from pallas_kernels.flash_attention import general, masks
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.schedule import Call, pad_segments
+from pallas_kernels.flash_attention.schedule import Call, stat_rows
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
@@ -254,11 +254,11 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     else:  # the kernels store 16 bytes at a time
         heads, arrays = None, tuple(mosaic.pad_axis(x, 3, 8) for x in split(operands))
     call = Call(
-        (t, s), arrays[0].shape[3], causal, masks.scale_of(scale, q), mosaic.sm_count(), window,
-        softcap, segment_ids is not None, heads, general, general and mosaic.is_tight(),
+        (t, s), arrays[0].shape[3], causal, masks.scale_of(scale, q), window, softcap,
+        segment_ids is not None, heads, general,
     )  # fmt: skip
-    if segment_ids is not None:
-        segment_ids = pad_segments(segment_ids, call.lengths)
+    if segment_ids is not None:  # the kernels copy whole tiles
+        segment_ids = [mosaic.pad_axis(x, 1, stat_rows(1)) for x in segment_ids]
     out, lse = _attention(arrays, segment_ids, call, return_lse)
     out = out[..., :d]
     return (out, lse[:, :, :t]) if return_lse else out
@@ -299,7 +299,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
     """(dq, dk, dv), or the one gradient where q, k and v are one array; none of them padded.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
-    segments: from `pad_segments`.
+    segments: ids of the queries and of the keys, padded to multiples of `stat_rows(1)`, or None.
     """
     rows = 2 * ROWS if call.general else ROWS
     if masks.some_rows_see_nothing(call.window, call.packed, rows):

@@ -31,14 +31,12 @@ class Call(NamedTuple):
     width: int  # the true D
     causal: bool
     scale: float
-    sms: int  # of the device
     window: int | None
     softcap: float | None
     packed: bool = False  # there are segments
     # (H, K) if one array (B, T, H + 2 K, D) holds q, k and v, in this order.
     heads: tuple[int, int] | None = None
     general: bool = False  # for every GPU since Ampere, not for Hopper
-    tight: bool = False  # in the general form: with its smaller tiles
 
 
 class Tiles(NamedTuple):
@@ -153,10 +151,10 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     # What segments leave of an item is not known when it is planned.  Many blocks may then differ
     # much from what they were taken for: by simulation the forward pass gains 0 to 20% up to 16
     # blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
-    known = not call.packed or levels <= 16
-    if tile.persistent and known and levels * pairs > call.sms:
+    known, sms = not call.packed or levels <= 16, mosaic.sm_count()
+    if tile.persistent and known and levels * pairs > sms:
         costs = block_costs(visits, first_row(np.arange(levels)), block)
-        table = plan(costs, pairs, mosaic.cdiv(pairs, sections), call.sms)
+        table = plan(costs, pairs, mosaic.cdiv(pairs, sections), sms)
     # All sections are equal.  To divide by the width of a narrower last one ptxas would call a
     # function, and serialize every wgmma of a kernel with a call (C7509, compiled relocatably).
     while pairs % sections:
@@ -175,7 +173,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
             pair = number * section + pair
         return first_row(level), mosaic.divide(pair, owners)
 
-    grid = levels * pairs if table is None else call.sms
+    grid = levels * pairs if table is None else sms
     width = width_of(d) if call.general else d
     return Schedule(
         visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
@@ -267,12 +265,6 @@ def stat_rows(t: int) -> int:
     which nothing clips at the end of the row.
     """
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
-
-
-def pad_segments(segments, lengths):
-    """Ids of queries and keys as the kernels copy them: whole tiles of every kernel."""
-    whole = lambda ids, n: mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
-    return tuple(map(whole, segments, lengths))
 
 
 @functools.cache

@@ -26,8 +26,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, known_norm
 from pallas_kernels.options import checked, with_gradient
-from pallas_kernels.totals import check as check_totals
-from pallas_kernels.totals import summed
+from pallas_kernels.totals import check_totals, summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
@@ -84,40 +83,12 @@ def warn_of_flags() -> None:
         )
 
 
-def fp8_linear_reference(x, weight, bias=None):
-    """The formula in jnp: rounded operands, and a matmul in float32.
-
-    float64 is not rounded: the truth in tests.
-    """
-    y = jnp.matmul(_rounded(x), _rounded(weight), precision=lax.Precision.HIGHEST)
-    return mosaic.plus(_round_gradient(y.astype(x.dtype)), bias)
-
-
 def why_not(x, weight, *others, kernels: bool = False) -> str | None:
     """Why the matmuls cannot take fp8 operands, or the kernels cannot cast them, or None."""
     sizes = dict(rows=x.size // max(x.shape[-1], 1), K=weight.shape[0], N=weight.shape[1])
     reason = mosaic.not_a_multiple(_MULTIPLE, **sizes)
     reason = reason or mosaic.unsupported_dtype(x=x, weight=weight)
     return reason or (mosaic.not_a_multiple(TILE, **sizes) if kernels else None)
-
-
-def _rounded(a):
-    """a rounded to e4m3, in float32; its gradient passes unchanged."""
-    wide = a.astype(mosaic.stat_dtype(a.dtype))
-    return wide + lax.stop_gradient(_as_rounded(a, FORWARD) - wide)
-
-
-def _as_rounded(a, dtype):
-    """a as the cast rounds it, in float32; float64 as it is."""
-    if a.dtype == jnp.float64:
-        return a
-    rounded = cast(lax.stop_gradient(a), dtype, kernel=False)
-    return rounded.values.astype(jnp.float32) * rounded.inverse
-
-
-_round_gradient = with_gradient(
-    lambda y: (y, None), lambda _, dy: (_as_rounded(dy, BACKWARD).astype(dy.dtype),)
-)
 
 
 def _linear_forward(x, weight, bias, row_norm, total, kernel: bool):
@@ -182,11 +153,11 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, exact=False):
     return y.astype(dtype)
 
 
-_linear = with_gradient(_linear_forward, _linear_backward, nondiff_argnums=(5,))
+linear = with_gradient(_linear_forward, _linear_backward, nondiff_argnums=(5,))
 
 _kernels_why_not = functools.partial(why_not, kernels=True)
 # The matmuls are XLA's in both.
 FORMS = (
-    Form("general", lambda *arrays: _linear(*arrays, True), "sm_89", _kernels_why_not),
-    Form("xla", lambda *arrays: _linear(*arrays, False)),
+    Form("general", lambda *arrays: linear(*arrays, True), "sm_89", _kernels_why_not),
+    Form("xla", lambda *arrays: linear(*arrays, False)),
 )

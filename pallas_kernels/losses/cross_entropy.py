@@ -286,17 +286,15 @@ def _body(
     row = _Row(z_ref.at[index], dz_ref.at[index], group, valid, whole, first, more)
     if given_refs:
         top, total, picked = (ref[index] for ref in given_refs)
-        _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)
-        return
+    else:
+        at_label = jnp.maximum(label, 0)
+        picked = row.z[at_label // cut.part, at_label % cut.part].astype(jnp.float32)
+        top, total = _meet(group, *_statistics(cut, row), **meeting)
 
-    at_label = jnp.maximum(label, 0)
-    picked = row.z[at_label // cut.part, at_label % cut.part].astype(jnp.float32)
-    top, total = _meet(group, *_statistics(cut, row), **meeting)
-
-    @pl.when(group == 0)
-    def _():
-        for ref, value in zip(out_refs, (top, total, picked), strict=True):
-            ref[index] = value
+        @pl.when(group == 0)
+        def _():
+            for ref, value in zip(out_refs, (top, total, picked), strict=True):
+                ref[index] = value
 
     if write:
         _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)

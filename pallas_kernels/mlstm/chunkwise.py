@@ -80,11 +80,8 @@ def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     """q, k and v as the kernels see them."""
     if len(arrays) == 3:
         return [Heads.of(x, x.shape[-1]) for x in arrays]
-    (qkv,), dqk = arrays, call.dqk
-    return [
-        Heads.of(qkv, width, heads * start)
-        for width, start in ((dqk, 0), (dqk, dqk), (call.dv, 2 * dqk))
-    ]
+    places = (call.dqk, 0), (call.dqk, call.dqk), (call.dv, 2 * call.dqk)
+    return [Heads.of(arrays[0], width, heads * start) for width, start in places]
 
 
 def cell_forward(arrays, i, lf, first, m, starts, weight, call):
@@ -151,9 +148,11 @@ def cell_backward(call, saved, cotangents):
         q, dh, carried, carried * shift, g.decay, d_last, c,
         reverse=True, last=call.first,
     )  # fmt: skip
-    seen |= dict(scale=g.admit, shift=shift)
+    seen |= dict(scale=g.admit)
     one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq
-    dk, (inside, outside) = _gradient("dk", dq if one else None, v, dh, q, dc, seen, dn, k)
+    dk, (inside, outside) = _gradient(
+        "dk", dq if one else None, v, dh, q, dc, seen | dict(shift=shift), dn, k
+    )
     dv, _ = _gradient("dv", dk if one else None, k, q, dh, dc, seen, None, v)
     gradients = (dv,) if one else (dq, dk, dv)
     gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))

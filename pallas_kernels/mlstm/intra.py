@@ -47,15 +47,7 @@ from pallas_kernels.mlstm.states import SIZE, Heads
 from pallas_kernels.mosaic import COL, ROW, WGMMA
 
 Mode = Literal["forward", "dq", "dk", "dv"]
-# The vectors that a mode reads along the rows and the columns of W, and how many it writes.
-OF_ROWS = {
-    "forward": ("row", "scale", "one"),
-    "dq": ("row", "scale", "sign"),
-    "dk": ("col", "scale"),
-    "dv": ("col", "scale"),
-}
-OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv": ("row",)}
-STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
+STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}  # vectors that a mode writes
 B, X, STATES, Y = range(4)  # kinds of squares
 ORDER = 128  # squares that the list in shared memory has room for
 SLOTS = 3  # squares in the ring
@@ -83,14 +75,6 @@ class ChunkPlan(NamedTuple):
     def transposed(self):
         """Whether W is transposed: its rows are the positions that are seen."""
         return self.mode in ("dk", "dv")
-
-    @property
-    def of_rows(self):
-        return OF_ROWS[self.mode] + ("start",) * (self.packed and not self.transposed)
-
-    @property
-    def of_columns(self):
-        return OF_COLUMNS[self.mode] + ("start",) * (self.packed and self.transposed)
 
     @property
     def order(self) -> list[tuple[int, int, int]]:
@@ -243,8 +227,8 @@ def load_columns(w: ChunkWorker, name, tile=0):
 
 
 def load_tile(w: ChunkWorker, name):
-    """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
-    if name in w.schedule.of_rows:
+    """Loads a vector and broadcasts it to a tile of W; all but col are of the rows that see."""
+    if (name == "col") == w.schedule.transposed:
         return broadcast_rows(load_rows(w, name))
     return load_columns(w, name)
 
@@ -380,8 +364,8 @@ def chunk_outputs(
     dq       dh . h of each row
     dk       k . dk of each row: the part from the chunk; the part from the state
 
-    vectors: name -> (B,H,N,64) float32, the names of OF_ROWS and OF_COLUMNS, and "start", which is
-        None if every sequence is one document.
+    vectors: name -> (B,H,N,64) float32: row, col and scale; one (forward), sign (dq) or shift (dk);
+        and start, which is None if every sequence is one document.
     along: (B,H,N,DX) float32, n or dn.
     like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
         array and stands where it stands; the array's other columns are undefined.
@@ -390,11 +374,9 @@ def chunk_outputs(
     (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]
     items, packed = batch * heads * chunks, vectors["start"] is not None
     s = ChunkPlan(mode, normalize, packed, a.array.dtype, length, heads, chunks, a.tiles, x.tiles)
-    given = {name: vectors[name] for name in (*s.of_rows, *s.of_columns)}
-    if along is not None:
-        given["along"] = along
     # Shared memory gets lines of float32.
-    given = {name: z.astype(jnp.float32).reshape(batch, heads, -1) for name, z in given.items()}
+    line = lambda z: z.astype(jnp.float32).reshape(batch, heads, -1)
+    given = {k: line(z) for k, z in dict(vectors, along=along).items() if z is not None}
     states = chunk_states.reshape(items, *chunk_states.shape[3:-1], -1, SIZE)
     shape = (batch, length, heads * x.tiles, SIZE) if like is None else like.array.shape
     array = jax.ShapeDtypeStruct(shape, s.dtype)

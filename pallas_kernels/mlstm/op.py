@@ -129,8 +129,7 @@ def _run(
     if norm_weight is not None:
         alone = kernels and not return_state and initial_state is None
         if alone and chunkwise.gated_fits(operands, norm_weight, norm_eps, implementation):
-            options |= dict(norm_eps=norm_eps)
-            return chunkwise.chunkwise(operands, i, f, norm_weight, **options)
+            return chunkwise.chunkwise(operands, i, f, norm_weight, norm_eps=norm_eps, **options)
         *operands, o = split(operands)
     options |= dict(initial_state=initial_state, return_state=return_state)
     if kernels:

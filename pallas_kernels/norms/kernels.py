@@ -77,8 +77,8 @@ def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
     types = like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)
     means = plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)
-    body, name = functools.partial(_normalise, centered, eps, t), name_of(centered, residual, gate)
-    call = launch(body, f"{name}_forward", t, types, dict(means_smem=means), gate)
+    body = functools.partial(_normalise, centered, eps, t)
+    call = launch("forward", body, t, types, dict(means_smem=means), centered, residual, gate)
     y, s, stats = call(*jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2])))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(x.shape), (y, s))
     return (y, s), (x if s is None else s, stats, *params, gate)
@@ -93,7 +93,6 @@ def _normalise(
     rows_of = lambda ref: ref.at[*t.place(ref, tile)]
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
-    weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
     most = 1 + centered  # means at once
     places = iter(range(0, means_smem.shape[0], most))
 
@@ -128,8 +127,8 @@ def _normalise(
         # Normalise and store.
         for c in t.chunks:
             y = normalise(t, data[c], *stats)
-            y = y * t.weight(weights["weight"], c) if "weight" in weights else y
-            y = y + t.weight(weights["bias"], c) if "bias" in weights else y
+            y = y if weight_ref is None else y * t.weight(weight_ref.at[head], c)
+            y = y if bias_ref is None else y + t.weight(bias_ref.at[head], c)
             y = y * mosaic.sigmoid(rows["gate"][c]) if "gate" in rows else y
             mosaic.store(at(result, "x", c), y)
 
@@ -153,10 +152,12 @@ def row_means(t: Tiling, arrays, means_smem):
     return [x / t.cols for x in sums]
 
 
-def launch(body, name, t: Tiling, out_type, scratch_types, gate):
+def launch(direction, body, t: Tiling, out_type, scratch_types, centered: bool, add, gate):
+    """A kernel; add: the residual or its gradient, or None."""
+    fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
     return mosaic.kernel(
         body,
-        name=name,
+        name=f"{fused}{'layer_norm' if centered else 'rms_norm'}_{direction}",
         out_type=out_type,
         scratch_types=scratch_types,
         **mosaic.grid(program=t.programs, head=t.heads),
@@ -167,11 +168,6 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate):
             approx_math=gate is not None and gate.dtype.itemsize == 2,
         ),
     )
-
-
-def name_of(centered: bool, add, gate) -> str:
-    fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
-    return fused + ("layer_norm" if centered else "rms_norm")
 
 
 def flatten(x, weights, arrays) -> tuple[Any, ...]:
@@ -214,7 +210,7 @@ def backward(centered, _, saved, cotangents):
     types = like(x), like(gate), (sums,) * len(original)
     scratch = dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means)
     body = functools.partial(_backward_tiles, centered, t, tuple(original))
-    call = launch(body, f"{name_of(centered, ds, gate)}_backward", t, types, scratch, gate)
+    call = launch("backward", body, t, types, scratch, centered, ds, gate)
     dx, dgate, sums = call(x, dy, ds, gate, weight, tuple(stats))
     pairs = zip(original.items(), sums, strict=True)
     of_params = {k: a.sum(1).reshape(w.shape).astype(w.dtype) for (k, w), a in pairs}

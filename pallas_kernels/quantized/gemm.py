@@ -139,7 +139,6 @@ def sums(x, weight: QuantizedWeight):
 
 @jax.jit(static_argnums=(2, 3))
 def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
-    x = mosaic.pad_axis(unpack.right_operand(x, weight.format), 0, 8)
     asymmetric = weight.offsets is not None
     return mosaic.kernel(
         functools.partial(_body, p, (weight.bits, weight.format)),
@@ -155,7 +154,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
         ),
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(len(x), p.rows)),
         num_threads=_WGS,
-    )(*unpack.by_tile(weight), x)
+    )(*unpack.by_tile(weight), unpack.right_operand(x, weight.format))
 
 
 def _body(p: ManyPlan, kind, words, scales, offsets, x, out, **smem):
@@ -183,7 +182,11 @@ def _body(p: ManyPlan, kind, words, scales, offsets, x, out, **smem):
         return acc[...]
 
     total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
-    (_store_sums if refs.out.dtype == jnp.float32 else _store_turned)(p, refs, total)
+    if refs.out.dtype == jnp.float32:
+        rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
+        mosaic.store(refs.out.at[split, pl.ds(_columns(), _N), rows], total)
+    else:
+        _store_turned(p, refs, total)
 
 
 def _ring(p: ManyPlan, refs) -> Ring:
@@ -253,11 +256,6 @@ def _transposed(p: ManyPlan, kind, refs, slot):
         words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[kind[0]]) for t in tiles]
         scales = unpack.read_scales(refs, COLUMN_SCALES, *((slot, t) for t in tiles))
         yield unpack.transposed_tile(words, *scales, *kind)
-
-
-def _store_sums(p: ManyPlan, refs, total):
-    rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-    mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
 
 
 def _store_turned(p: ManyPlan, refs, total):

@@ -92,10 +92,8 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
 @jax.jit
 def product(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
-    p, x = plan(x.shape[0], weight), unpack.right_operand(x, weight.format)
-    if len(x) > 8:
-        x = mosaic.pad_axis(x, 0, 8)
-    slots, asymmetric = p.wgs * p.stages, weight.offsets is not None
+    p, asymmetric = plan(x.shape[0], weight), weight.offsets is not None
+    slots = p.wgs * p.stages
     return mosaic.kernel(
         functools.partial(_body, p, (weight.bits, weight.format)),
         name="quantized_linear",
@@ -109,7 +107,7 @@ def product(x, weight: QuantizedWeight):
         ),
         **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
-    )(*unpack.by_tile(weight), x)
+    )(*unpack.by_tile(weight), unpack.right_operand(x, weight.format))
 
 
 def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import gpu, llvm
 
 from pallas_kernels import mosaic
 from pallas_kernels.ampere import constant, i32
-from pallas_kernels.mosaic import ROW, WGMMA, read, warp_rows
+from pallas_kernels.mosaic import ROW, WGMMA, inline, read, warp_rows
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 
@@ -73,13 +73,13 @@ def transposed_tile(words, scales, offsets, bits: int, format: Format):
 def _weights(code, layouts, *arguments):
     """The 64 x 64 weights that `code` makes of lists of registers, each list of one layout."""
     types = tuple([layout] * len(a) for layout, a in zip(layouts, arguments, strict=True))
-    return _inline(code, (64, 64), jnp.bfloat16, WGMMA, types)(*arguments)
+    return inline(code, types, (64, 64), jnp.bfloat16, WGMMA)(*arguments)
 
 
 def load_words(ref, parts: int):
     """Words (4, 128) of a part of four steps."""
     code, shape = functools.partial(_load, parts), (TURN, LANES * WORDS)
-    return _inline(code, shape, jnp.int32, LANE_WORDS, (plgpu.RefType(),))(ref)
+    return inline(code, (plgpu.RefType(),), shape, jnp.int32, LANE_WORDS)(ref)
 
 
 def dot(t, acc, x, words, scales):
@@ -91,12 +91,7 @@ def dot(t, acc, x, words, scales):
     """
     types = (ROW, t.x_layout, [LANE_WORDS] * len(words), [t.scales_layout] * len(scales))
     code = functools.partial(_dot, t)
-    return _inline(code, acc.shape, jnp.float32, ROW, types)(acc, x, words, scales)
-
-
-def _inline(code, shape, dtype, layout, types):
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
+    return inline(code, types, acc.shape, jnp.float32, ROW)(acc, x, words, scales)
 
 
 def by_tile(weight: QuantizedWeight) -> list:
@@ -130,8 +125,9 @@ def right_operand(x, format: Format):
     """x (M, K) with its k in the order of `tile`, padded to whole blocks of 64, two at least.
 
     K takes whole steps of a weight, 128 k at least, and a copy past the end of an array with a
-    single block would read this block again.
+    single block would read this block again.  More than 8 rows are padded to a multiple of 8.
     """
+    x = mosaic.pad_axis(x, 0, 8) if len(x) > 8 else x
     across = 16 * PLANES
     if format == "2:4":
         x = mosaic.pad_axis(x, 1, across).reshape(len(x), -1, 16, 4).swapaxes(2, 3)

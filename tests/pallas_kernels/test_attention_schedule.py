@@ -80,7 +80,7 @@ def test_every_item_is_planned_once_and_blocks_are_done_together(section):
 @pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
 def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
     q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
-    call = schedule.Call((2048, 2048), 96, True, 1.0, 132, None, None)
+    call = schedule.Call((2048, 2048), 96, True, 1.0, None, None)
     tiles = schedule.Tiles(2, 128, 3, False, 16)
     s = schedule.schedule_of(q, q, tiles, call)
     row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))

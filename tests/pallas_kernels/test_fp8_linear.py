@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
+from fp8_reference import fp8_linear_reference
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch, fp8_linear, linear_cross_entropy, mlp, mosaic
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.linear import fp8_linear_reference
 from pallas_kernels.float8.quantize import saturated
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

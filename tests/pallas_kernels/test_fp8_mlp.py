@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
+from fp8_reference import fp8_linear_reference
 from kernel_checks import check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch
 from pallas_kernels.activations import activation, feed_forward
 from pallas_kernels.activations.activation import gelu_reference, swiglu_reference
 from pallas_kernels.activations.feed_forward import mlp
-from pallas_kernels.float8.linear import fp8_linear_reference
 from pallas_kernels.float8.quantize import norms
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
