@@ -12,7 +12,8 @@ from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
     "messages conversations prompt completion instruction input output system system_prompt tools"
-    " functions history label chat_template_kwargs".split()
+    " functions history label chat_template_kwargs"
+    " role content from value weight tool_calls".split()  # of messages
 )
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
@@ -58,6 +59,8 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         raise InputError(f"system={system!r:.50} must be text")
     if system and messages and messages[0]["role"] != "system":
         messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)
+    elif system and messages and messages[0].get("content") != system:
+        raise Refused("system differs from the system message that begins the messages")
     return messages, asked
 
 
@@ -92,6 +95,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
     if message.get("role"):
         if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
+        if not isinstance(said := message.get("content"), str | list | dict | None):
+            raise InputError(f"{key}: content={said!r:.50} must be text")
         return message
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")

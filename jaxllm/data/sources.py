@@ -186,11 +186,9 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     try:
         content = line.decode("utf-8-sig")
-        value = json.loads(content)
         # The parser takes the last of two values under one name, without a word.
-        for column in columns:
-            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
-                json.loads(content, object_pairs_hook=partial(_check_unique, column))
+        often = {x for x in columns if content.count(json.dumps(x, ensure_ascii=False)) > 1}
+        value = json.loads(content, object_pairs_hook=often and partial(_unique, often) or None)
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -203,9 +201,10 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     return value
 
 
-def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
-    if sum(name == column for name, _ in pairs) > 1:
-        raise ValueError(f"an object has {column!r} twice")
+def _unique(columns: Collection[str], pairs: list[tuple[str, Any]]) -> dict:
+    names = [name for name, _ in pairs if name in columns]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"an object has {twice!r} twice")
     return dict(pairs)
 
 
