@@ -167,7 +167,7 @@ class HuggingFaceWeights:
 
     def _head_is_embedding(self, name: str) -> bool:
         head, table = self._slice(HEAD), self._slice(name)
-        if head.get_shape() != table.get_shape() or head.get_dtype() != table.get_dtype():
+        if head.get_shape() != table.get_shape():
             return False
         rows = self.config.vocab_size
         parts = [slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096)]  # some MB at a time
