@@ -42,6 +42,9 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
         found.append(loaded.generate(text, tokens=6, temperature=0))
     assert found[0] == found[1] != ""
     page = tmp_path / "run" / "config.yaml"
+    assert open_weights(page.parent, 0.0).step == 0
+    with pytest.raises(InputError, match="holds no checkpoint of step '0'; it has 0$"):
+        open_weights(page.parent, "0")
     content = page.read_text()
     page.write_text(content.replace("compute_dtype: bfloat16", "compute_dtype: float32"))
     assert jaxllm.load(page.parent).config.compute_dtype == "float32"
