@@ -188,7 +188,7 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
         content = line.decode("utf-8-sig")
         # The parser takes the last of two values under one name, without a word.
         often = {x for x in columns if content.count(json.dumps(x, ensure_ascii=False)) > 1}
-        value = json.loads(content, object_pairs_hook=often and partial(_unique, often) or None)
+        value = json.loads(content, object_pairs_hook=partial(_unique, often) if often else None)
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
