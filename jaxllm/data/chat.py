@@ -95,8 +95,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
     if message.get("role"):
         if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
-        if not isinstance(said := message.get("content"), str | list | dict | None):
-            raise InputError(f"{key}: content={said!r:.50} must be text")
+        if (said := message.get("content")) != said:
+            raise InputError(f"{key}: content={said} must be text")
         return message
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
