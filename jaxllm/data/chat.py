@@ -59,8 +59,6 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         raise InputError(f"system={system!r:.50} must be text")
     if system and messages and messages[0]["role"] != "system":
         messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)
-    elif system and messages and messages[0].get("content") != system:
-        raise Refused("system differs from the system message that begins the messages")
     return messages, asked
 
 
@@ -100,7 +98,7 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         return message
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
-    said = {"role": _ROLES[message["from"]], "content": message["value"]}
+    said = {"role": _ROLES[message["from"]], "content": known}
     return said | {key: message[key] for key in ("weight",) if key in message}
 
 

@@ -304,11 +304,6 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
             r"a\.jsonl:1 is not JSON: an object has 'role' twice$",
         ),
         (['{"messages": [{"role": "user", "content": NaN}]}'], {}, "content=nan must be text$"),
-        (
-            [{"system": "S", "messages": [{"role": "system", "content": "T"}, *pair("Q", "A")]}],
-            {},
-            "1 refused, system differs from the system message that begins the messages",
-        ),
         ([], {}, "can be used: it is empty"),
     ],
 )
