@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import slow
 from flax import nnx
@@ -70,7 +71,10 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
     shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
     loaded = jaxllm.load(theirs)
     most = loaded.config.max_seq_len
-    assert loaded.generate("a", tokens=3, top_p=0.5, temperature=0) != ""
+    options = dict(tokens=3, top_p=0.5, temperature=0, seed=1)
+    assert loaded.generate("a", **options) != ""
+    numbers = {key: np.array(x)[()] for key, x in options.items()}
+    assert loaded.generate("a", **numbers) == loaded.generate("a", **options)
     for use, named in (
         (lambda: loaded.generate("", tokens=1), "the prompt has no tokens"),
         (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
