@@ -186,9 +186,8 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     try:
         content = line.decode("utf-8-sig")
-        # The parser takes the last of two values under one name, without a word.
-        often = {x for x in columns if content.count(json.dumps(x, ensure_ascii=False)) > 1}
-        value = json.loads(content, object_pairs_hook=partial(_unique, often) if often else None)
+        # The parser alone takes the last of two values under one name, without a word.
+        value = json.loads(content, object_pairs_hook=partial(_unique, columns))
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
