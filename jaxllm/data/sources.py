@@ -201,10 +201,10 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
 
 
 def _unique(columns: Collection[str], pairs: list[tuple[str, Any]]) -> dict:
-    names = [name for name, _ in pairs if name in columns]
+    names = [x for x, _ in pairs if x in columns] if len(found := dict(pairs)) < len(pairs) else []
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"an object has {twice!r} twice")
-    return dict(pairs)
+    return found
 
 
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
