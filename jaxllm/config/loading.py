@@ -83,8 +83,8 @@ def sampling(mark: str = "", **options: Any) -> Sampling:
     """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
     if unknown := sorted(options.keys() - Sampling.model_fields):
         raise InputError(f"{mark}{unknown[0]}: there are only {', '.join(Sampling.model_fields)}")
-    try:
-        return Sampling(**options)
+    try:  # NumPy's numbers, too
+        return Sampling(**{k: x.item() if hasattr(x, "item") else x for k, x in options.items()})
     except ValidationError as e:
         raise InputError(mark + _one_line(e, Path())) from e
 

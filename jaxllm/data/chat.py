@@ -12,7 +12,7 @@ from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
     "messages conversations prompt completion instruction input output system system_prompt tools"
-    " functions history label chat_template_kwargs".split()
+    " functions history label chat_template_kwargs role content from value tool_calls".split()
 )
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
@@ -92,10 +92,12 @@ def _message(key: str, message: Any) -> dict[str, Any]:
     if message.get("role"):
         if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
+        if (said := message.get("content")) != said:
+            raise InputError(f"{key}: content={said} must be text")
         return message
     if message.get("from") not in _ROLES:
         raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
-    said = {"role": _ROLES[message["from"]], "content": message["value"]}
+    said = {"role": _ROLES[message["from"]], "content": known}
     return said | {key: message[key] for key in ("weight",) if key in message}
 
 

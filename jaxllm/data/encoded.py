@@ -29,7 +29,7 @@ from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
-VERSION = 7  # increment it when the same conversations and tokenizer would give other tokens
+VERSION = 8  # increment it when the same conversations and tokenizer would give other tokens
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
 
@@ -61,9 +61,8 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
-    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
-    page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
-    page["written"] = writer.sha256.hexdigest()
+    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest(), text=text_key(tokenizer))
+    page |= dict(marks=has_marks(tokenizer), key=key, written=writer.sha256.hexdigest())
     write_json(folder / PREPARED[0], page)
 
 
@@ -153,9 +152,8 @@ class Encoded:
         share = page["with_loss"] / page["tokens"]
         by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
         whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
-        text = counted(page["conversations"], "conversation") + ", "
-        text += f"{counted(page['tokens'], 'token')}, {share:.1%}"
-        text += f" with loss ({whose})"
+        counts = [counted(page[f"{what}s"], what) for what in ("conversation", "token")]
+        text = f"{', '.join(counts)}, {share:.1%} with loss ({whose})"
         return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
 
     def describe_lengths(self) -> str:

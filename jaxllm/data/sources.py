@@ -186,11 +186,8 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     try:
         content = line.decode("utf-8-sig")
-        value = json.loads(content)
-        # The parser takes the last of two values under one name, without a word.
-        for column in columns:
-            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
-                json.loads(content, object_pairs_hook=partial(_check_unique, column))
+        # The parser alone takes the last of two values under one name, without a word.
+        value = json.loads(content, object_pairs_hook=partial(_unique, columns))
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -203,10 +200,11 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     return value
 
 
-def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
-    if sum(name == column for name, _ in pairs) > 1:
-        raise ValueError(f"an object has {column!r} twice")
-    return dict(pairs)
+def _unique(columns: Collection[str], pairs: list[tuple[str, Any]]) -> dict:
+    names = [x for x, _ in pairs if x in columns] if len(found := dict(pairs)) < len(pairs) else []
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"an object has {twice!r} twice")
+    return found
 
 
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
@@ -225,12 +223,12 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 batches = file = stack.enter_context(pyarrow.ipc.open_stream(raw))
             else:
                 file = stack.enter_context(ParquetFile(raw, page_checksum_verification=True))
-            names = (file.schema if batches else file.schema_arrow).names
-            found = [column for column in names if column in columns]
+            schema = file.schema if batches else file.schema_arrow
+            found = [column for column in schema.names if column in columns]
             if not found:
                 fix = "; name the column of the text with text_column" * (len(columns) == 1)
-                wanted = " or ".join(map(repr, sorted(columns)))
-                raise InputError(f"{path} has no column {wanted}, only {', '.join(names)}{fix}")
+                wanted, has = " or ".join(map(repr, sorted(columns))), ", ".join(schema.names)
+                raise InputError(f"{path} has no column {wanted}, only {has}{fix}")
             if twice := next((column for column in found if found.count(column) > 1), None):
                 raise InputError(f"{path} has {found.count(twice)} columns {twice!r}; keep one")
             total, size = 0 if batches else max(1, file.metadata.num_rows), path.stat().st_size
@@ -238,21 +236,24 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
             parts = (b for b in batches if total or b.validate(full=True) is None)
             rows = (x for b in parts for x in b.select(found).to_pylist(maps_as_pydicts="strict"))
             for number, values in enumerate(rows, 1):
-                values = {column: _without_nulls(values[column]) for column in found}
+                values = {x: _plain(values[x], schema.field(x).type) for x in found}
                 done = size * number // total if total else raw.tell()
                 yield Record(f"{name}:{number}", f"{path}: row {number}", values, done)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{path} is not a readable file of parquet or Arrow: {reason}") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value of parquet without the nulls that structs have for the keys that a row lacks."""
+def _plain(value: Any, kind: Any) -> Any:
+    """A value of one of Arrow's types, without the nulls of structs for keys that a row lacks."""
+    if value is not None and getattr(kind, "extension_name", None) == "arrow.json":  # datasets'
+        return json.loads(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
-    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
+        of = lambda key: getattr(kind, "item_type", None) or kind.field(key).type  # of a map
+        return {key: _plain(x, of(key)) for key, x in value.items() if x is not None}
+    return [_plain(x, kind.value_type) for x in value] if isinstance(value, list) else value
 
 
 def _check_encoding(path: Path, start: bytes) -> None:

@@ -1,5 +1,6 @@
 """What a folder says about its model's text; data, training, inference and conversion ask it."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -32,7 +33,7 @@ class Tokenizer:
 
     vocab_size: largest id + 1.
     bos, eos: the tokens that the files name as the first and the last of a text.
-    ends: ids that end a text; empty if nothing names one.  chat_ends: an answer; also eos.
+    ends: ids that end a text; empty if nothing names one.
     begin, finish: the ids around a document in training; `begin` is what a prompt begins with,
         or else the end of the document before, as in llm.c's shards; separator: its first, if any.
     special: {name: id} of the special tokens.
@@ -82,9 +83,18 @@ class Tokenizer:
         stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
         stated = stated or files.listed(self.eos) or self.begin[:1]
         self.ends = frozenset(stated + files.listed(end))
-        self.chat_ends = self.ends.union(files.listed(self.eos))
         self._before, self._entries = before, entries
         self._checked([])
+
+    @functools.cached_property
+    def chat_ends(self) -> frozenset[int]:
+        """The ids that end an answer: also eos, and what the chat template puts after one."""
+        said = [{"role": role, "content": f"{role}."} for role in ("user", "assistant")]
+        ends = self.ends.union(files.listed(self.eos))
+        with contextlib.suppress(InputError):
+            after = self.rendered(said, answer=False)[0].rpartition("assistant.")[2].strip()
+            ends |= {i for name, i in self.special.items() if name and after.startswith(name)}
+        return ends
 
     def _around(self, vocabulary: Iterable[str]) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text that has tokens."""
@@ -311,8 +321,7 @@ class Tokenizer:
                 f"{self.path} has {self.vocab_size} entries, more than the model's"
                 f" {vocab_size} (model.vocab_size): it belongs to another model"
             )
-        beyond = max(ids, default=0)
-        if beyond >= vocab_size:
+        if (beyond := max(ids, default=0)) >= vocab_size:
             raise InputError(
                 f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
                 f" beyond the model's {vocab_size} entries: leave it out, or raise model.vocab_size"

@@ -43,10 +43,10 @@ class RunWeights:
         self._manager = ocp.CheckpointManager(checkpoints, options=options)
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
-            wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+            wanted = "complete checkpoint" if step is None else f"checkpoint of step {step!r}"
             have = f"; it has {', '.join(map(str, steps))}" if steps else ""
             raise InputError(f"{directory} holds no {wanted}{have}")
-        self.step: int = steps[-1] if step is None else step
+        self.step: int = steps[-1 if step is None else steps.index(step)]
         self._place = directory / "checkpoints" / str(self.step)
         self._check()
 

@@ -63,6 +63,22 @@ def test_generate_answers_a_message(model, capsys, tmp_path):
     assert "ends at <|end_of_text|> or <|eom_id|> or <|eot_id|>" in err
 
 
+def test_the_token_that_the_template_puts_after_an_answer_ends_one(tmp_path):
+    """A base model's files name the end of a document alone."""
+    folder = with_template(tmp_path / "base", TEMPLATE.replace("<|eot_id|>", " <|eom_id|>"))
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    page["eos_token"] = "<|end_of_text|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 295}')
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.ends, tokenizer.chat_ends) == ({295}, {295, EOM})
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert Tokenizer(folder).chat_ends == {295}
+    (folder / "chat_template.jinja").unlink()
+    assert Tokenizer(folder).chat_ends == {295}
+    assert TOKENIZER.chat_ends == TOKENIZER.ends
+
+
 def test_the_folders_settings_hold_where_no_option_is_given(model, monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
     weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})

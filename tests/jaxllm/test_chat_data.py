@@ -298,6 +298,12 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
         (talks(1) * 2, {}, "has one conversation, and none to hold out"),
         (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
+        (
+            ['{"messages": [{"role": "user", "content": "a"}, {"role": "a", "role": "b"}]}'],
+            {},
+            r"a\.jsonl:1 is not JSON: an object has 'role' twice$",
+        ),
+        (['{"messages": [{"role": "user", "content": NaN}]}'], {}, "content=nan must be text$"),
         ([], {}, "can be used: it is empty"),
     ],
 )

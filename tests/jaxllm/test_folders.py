@@ -322,7 +322,8 @@ def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
             weights.param(place.ours[0])
     tied, name = weights_of("llama3_tied"), "model.embed_tokens.weight"
     renamed = {"lm_head.weight" if key == name else key: x for key, x in tied.items()}
-    for i, stored in enumerate((tied, tied | {"lm_head.weight": tied[name]}, renamed)):
+    heads = [{"lm_head.weight": tied[name].astype(dtype)} for dtype in (np.float32, np.float64)]
+    for i, stored in enumerate((tied, *(tied | head for head in heads), renamed)):
         weights = open_weights(folder_of(tmp_path / f"tied{i}", "llama3_tied", stored))
         assert weights.config.tie_embeddings
         np.testing.assert_array_equal(weights.param("embedding.wte")[:67], tied[name])

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import slow
 from flax import nnx
@@ -42,6 +43,9 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
         found.append(loaded.generate(text, tokens=6, temperature=0))
     assert found[0] == found[1] != ""
     page = tmp_path / "run" / "config.yaml"
+    assert open_weights(page.parent, 0.0).step == 0
+    with pytest.raises(InputError, match="holds no checkpoint of step '0'; it has 0$"):
+        open_weights(page.parent, "0")
     content = page.read_text()
     page.write_text(content.replace("compute_dtype: bfloat16", "compute_dtype: float32"))
     assert jaxllm.load(page.parent).config.compute_dtype == "float32"
@@ -67,7 +71,10 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
     shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
     loaded = jaxllm.load(theirs)
     most = loaded.config.max_seq_len
-    assert loaded.generate("a", tokens=3, top_p=0.5, temperature=0) != ""
+    options = dict(tokens=3, top_p=0.5, temperature=0, seed=1)
+    assert loaded.generate("a", **options) != ""
+    numbers = {key: np.array(x)[()] for key, x in options.items()}
+    assert loaded.generate("a", **numbers) == loaded.generate("a", **options)
     for use, named in (
         (lambda: loaded.generate("", tokens=1), "the prompt has no tokens"),
         (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
