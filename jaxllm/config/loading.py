@@ -83,8 +83,9 @@ def sampling(mark: str = "", **options: Any) -> Sampling:
     """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
     if unknown := sorted(options.keys() - Sampling.model_fields):
         raise InputError(f"{mark}{unknown[0]}: there are only {', '.join(Sampling.model_fields)}")
-    try:  # NumPy's numbers, too
-        return Sampling(**{k: x.item() if hasattr(x, "item") else x for k, x in options.items()})
+    plain = lambda x: x.item() if getattr(x, "ndim", None) == 0 else x  # a number of NumPy or JAX
+    try:
+        return Sampling(**{name: plain(x) for name, x in options.items()})
     except ValidationError as e:
         raise InputError(mark + _one_line(e, Path())) from e
 

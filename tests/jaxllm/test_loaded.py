@@ -79,6 +79,7 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         (lambda: loaded.generate("", tokens=1), "the prompt has no tokens"),
         (lambda: loaded.generate("b" * most, tokens=1), f"exceed model.max_seq_len={most}"),
         (lambda: loaded.generate("b", tokens=1, top_p=1.5), "^top_p=1.5: must be at most 1$"),
+        (lambda: loaded.generate("b", tokens=np.arange(2)), "^tokens=.*: must be a whole number$"),
         (lambda: loaded.generate("b", max_tokens=1), "^max_tokens: there are only prompt, tokens,"),
         (lambda: loaded.generate(["a", "b"]), r"^\['a', 'b'\] is not one text in UTF-8$"),
         (lambda: loaded.score("a\ud800"), r"^'a\\ud800' is not one text in UTF-8$"),
