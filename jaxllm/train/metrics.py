@@ -145,7 +145,7 @@ class RunLog:
             # Soft, so that a command can be copied: rich would break its line with a newline.
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print_line(text)
+            print(text)
 
     def draw(self) -> None:
         began = time.monotonic()
@@ -345,9 +345,3 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     write_whole(picture, png.getvalue())
-
-
-def print_line(text: str) -> None:
-    """Prints a line; ignores a closed pipe and a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)

@@ -277,6 +277,8 @@ def _join(place: Place, names: IO) -> None:
             f"process {jax.process_index()} of {jax.process_count()} cannot use its devices ({e});"
             " start at most one process per GPU"
         ) from e
+    if jax.process_index() != 0:
+        sys.stdout = open(os.devnull, "w")  # only the first one prints
     name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})".encode()
     rows = multihost_utils.process_allgather(np.frombuffer(name[:128].ljust(128), np.uint8))
     peers = [bytes(row).decode(errors="replace").strip() for row in np.reshape(rows, (-1, 128))]

@@ -21,7 +21,7 @@ from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
-from jaxllm.train.metrics import check_tracker, print_line
+from jaxllm.train.metrics import check_tracker
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 
 
@@ -44,7 +44,7 @@ def _run(argv: list[str] | None) -> int:
     if gpus:
         from jaxllm.train.predict import predict
 
-        print_line(predict(config, gpus))
+        print(predict(config, gpus))
         return 0
     if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
@@ -110,8 +110,8 @@ def dry_run(config: Config) -> int:
     trainer = launch.make_trainer(config, mesh, weights)
     launch.print_header(trainer, None)
     launch.trace_step(trainer)
-    launch.emit(f"kernels  {launch.kernel_summary()}")
-    launch.emit(estimate.summarize(trainer))
+    print(f"kernels  {launch.kernel_summary()}")
+    print(estimate.summarize(trainer))
     return 0
 
 
@@ -148,7 +148,7 @@ class Run:
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            launch.emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
+            print(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and weights.text) if newest is None else out_dir
@@ -168,7 +168,7 @@ class Run:
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            launch.emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
+            print(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
