@@ -119,16 +119,20 @@ class LanguageModel(Layer):
         self.config, self.fp8_head = config, fp8 == "all"
         # Caps the logits as cap tanh(z / cap); None: no cap.
         self.logit_soft_cap = getattr(config, "logit_soft_cap", None)
+        rows = config.padded_vocab_size
         self.embedding = Embedding(
-            config.vocab_size,
+            rows,
             config.d_model,
-            padded_vocab_size=config.padded_vocab_size,
             max_seq_len=config.max_seq_len if self.learns_positions else None,
             std=STD,
             dtype=config.residual_dtype,
             implementation=config.implementation,
             rngs=rngs,
         )
+        # What pads the vocabulary is zero.  .at[].set would be a scatter, which deterministic XLA
+        # turns into a loop over all elements.
+        real, wte = jnp.arange(rows) < config.vocab_size, self.embedding.wte
+        wte[...] = jnp.where(real[:, None], wte[...], 0)
         make_norm = partial(
             self.norms,
             config.d_model,
@@ -144,10 +148,8 @@ class LanguageModel(Layer):
             self.head = None
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
-            columns = config.padded_vocab_size
-            self.head = Linear(config.d_model, columns, std=STD, copied=False, rngs=rngs)
-            weight = self.head.weight  # whose columns past the vocabulary are zero
-            real = jnp.arange(columns) < config.vocab_size
+            self.head = Linear(config.d_model, rows, std=STD, copied=False, rngs=rngs)
+            weight = self.head.weight
             weight[...] = jnp.where(real, weight[...], 0)
 
     def hidden(
