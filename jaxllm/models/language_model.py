@@ -57,14 +57,14 @@ class Block(Layer):
     """s += mixer(norm_1(s)); s += mlp(norm_2(s)), with attention or a vLSTM as the mixer."""
 
     def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
-        """mixer: {its name, attention or vlstm: what makes it}."""
+        """mixer: {its name, attention or vlstm: what makes it, given width and heads}."""
         ((self.mixer, make_mixer),) = mixer.items()
         rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
         lora = getattr(config, "lora", None)
         linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
         options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()
-        setattr(self, self.mixer, make_mixer(**options))
+        setattr(self, self.mixer, make_mixer(config.d_model, config.n_heads, **options))
         self.mlp: Any = make_mlp(config.d_model, config.ff_width, **options)
 
     def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
@@ -111,7 +111,7 @@ class LanguageModel(Layer):
     head: Linear | None
 
     def mixer(self) -> dict[str, Any]:
-        """{attention or vlstm: what makes the other half of a block}."""
+        """{attention or vlstm: what makes the other half of a block, given width and heads}."""
         raise NotImplementedError
 
     def __init__(self, config: ModelConfig, *, fp8: str = "none", rngs: nnx.Rngs):
