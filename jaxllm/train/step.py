@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
     watch: optim.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
-    copies: tuple[jax.Array, ...] = ()
+    copies: nnx.State | tuple = ()  # like params, with None for the other parameters
     base: nnx.State | tuple = ()  # the frozen weights that adapters adapt, which no step changes
 
     def saved(self) -> "TrainState":
@@ -58,10 +58,6 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     return graph, keys
 
 
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
     """Working parameters; the gradients of `totals` are then the next totals."""
 
@@ -69,7 +65,7 @@ def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
         join = Summed if p.get_metadata().get("summed") else summed
         return p.replace(join(p.get_value(), total.get_value()))
 
-    return jax.tree.map(pair, params, totals, is_leaf=_is_variable)
+    return jax.tree.map(pair, params, totals, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 class Trainer:
@@ -96,10 +92,8 @@ class Trainer:
         self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.step_graph, self.abstract_keys = step_model(config)
         dtype = jnp.dtype(config.model.compute_dtype)
-        self.copied = [  # one flag per parameter
-            bool(p.get_metadata().get("copied")) and p.dtype != dtype
-            for p in jax.tree.leaves(self.abstract_params, is_leaf=_is_variable)
-        ]
+        copied = lambda _, p: p.replace(bool(p.get_metadata().get("copied")) and p.dtype != dtype)
+        self.copied = nnx.map_state(copied, self.abstract_params)
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         # Of the parameters in the forward and backward pass; those in the state may be split more.
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
@@ -195,19 +189,18 @@ class Trainer:
         keys = jax.random.split(jax.random.fold_in(key, part), max(len(leaves), 1))
         return jax.tree.unflatten(structure, list(jax.random.key_data(keys))[: len(leaves)])
 
-    def _matrices(self, tree) -> tuple:
-        """The leaves of the parameters with copies, from a tree like the parameters."""
-        leaves = jax.tree.leaves(tree)
-        return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
+    def _matrices(self, tree: nnx.State) -> nnx.State:
+        """A tree like the parameters with None for those without a copy."""
+        return jax.tree.map(lambda copied, x: x if copied else None, self.copied, tree)
 
-    def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
-        return tuple(p.astype(self.config.model.compute_dtype) for p in self._matrices(params))
+    def _make_copies(self, params: nnx.State) -> nnx.State:
+        dtype = self.config.model.compute_dtype
+        return jax.tree.map(lambda p: p.astype(dtype), self._matrices(params))
 
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
-        leaves, structure = jax.tree.flatten(state.params)
-        copies, each = iter(state.copies), zip(leaves, self.copied, strict=True)
-        return jax.tree.unflatten(structure, [next(copies) if c else p for p, c in each])
+        either = lambda p, copy: p if copy is None else copy
+        return jax.tree.map(either, state.params, state.copies)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
