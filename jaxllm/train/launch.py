@@ -36,8 +36,7 @@ def join_devices(config: Config) -> Mesh:
     Raises InputError if the model, the batch or the kernels do not fit the devices.
     """
     mesh = sharding.make_mesh(config.mesh)
-    sharding.check_model(config.model, mesh)
-    sharding.check_batch(config.train, mesh)
+    sharding.check(config, mesh)
     check_kernels(config)
     return mesh
 
