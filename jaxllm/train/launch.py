@@ -23,7 +23,7 @@ from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops
 from jaxllm.train.programs import find_or_compile
-from jaxllm.train.step import Trainer, TrainState
+from jaxllm.train.step import NONE, Trainer, TrainState
 from jaxllm.train.verify import Canary
 from jaxllm.weights.adapters import AdapterWeights, Base, load_base
 from jaxllm.weights.pretrained import RunWeights, check_weights, load_params, open_weights
@@ -171,7 +171,7 @@ def initial_state(
     weights: the result of `open_initial_weights`.
     Raises InputError if the base is another one than before.
     """
-    base, identity = (), None
+    base, identity = NONE, None
     if trainer.lora is not None:
         held, model = base_of(weights), trainer.config.model
         base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)

@@ -338,24 +338,19 @@ class Run:
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
-            layer = first_not_finite(self.trainer.graph, self.whole, **batch)
+            layer = first_not_finite(self.trainer.graph, self.state.whole, **batch)
         fix = "lower optimizer.learning_rate, or resume from an older checkpoint"
         return f"first not finite: {layer}; {fix}"
 
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size
 
-    @property
-    def whole(self):
-        """All parameters of the model, for evaluation and samples."""
-        return self.trainer.whole(self.state.params, self.state.base)
-
     def _validate(self, step: int) -> float:
         """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
         for batch in self.dataset.val_batches(train.batch_size, *self.part, train.eval_batches):
-            loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
+            loss, n = self.evaluate(self.state.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)
         return total / count
@@ -396,7 +391,7 @@ class Run:
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         ends = tokenizer.chat_ends if self.chat else ends
-        model = self.trainer.graph, self.whole
+        model = self.trainer.graph, self.state.whole
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(*model, prompt, config, sample=step, rows=rows, ends=ends)

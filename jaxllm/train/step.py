@@ -26,6 +26,8 @@ from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_sharding
 from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
+NONE = nnx.State({})  # no copies, or no base
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
@@ -36,12 +38,17 @@ class TrainState(NamedTuple):
     watch: optim.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
-    copies: nnx.State | tuple = ()  # like params, with None for the other parameters
-    base: nnx.State | tuple = ()  # the frozen weights that adapters adapt, which no step changes
+    copies: nnx.State = NONE  # like params, with None for the other parameters
+    base: nnx.State = NONE  # the frozen weights that adapters adapt, which no step changes
+
+    @property
+    def whole(self) -> nnx.State:
+        """All parameters of the model, for `Trainer.graph`."""
+        return nnx.merge_state(self.params, self.base)
 
     def saved(self) -> "TrainState":
         """The part for a checkpoint: without copies and base (`Trainer.complete`)."""
-        return self._replace(copies=(), base=())
+        return self._replace(copies=NONE, base=NONE)
 
 
 class Checked(NamedTuple):
@@ -83,7 +90,7 @@ class Trainer:
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
         self.packing = packing
-        self.abstract_base: nnx.State | tuple = ()
+        self.abstract_base = NONE
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
             self.abstract_params, base = nnx.split_state(self.abstract_params, nnx.LoRAParam, ...)
@@ -138,12 +145,11 @@ class Trainer:
             is_leaf=masked,
         )
         of_copies = self._matrices(self.working_shardings)
-        # pyrefly: ignore[bad-argument-type]
-        of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
+        of_base = frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt, optim.Watch(whole, whole), of_copies, of_base)
 
-    def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
+    def init(self, params: nnx.State | None = None, base: nnx.State = NONE) -> TrainState:
         """The state before the first step, created with its final sharding.
 
         params: initial weights, whose buffers are donated; None: drawn from the seed.
@@ -155,7 +161,7 @@ class Trainer:
             if self.lora is not None or (drawn and self.config.mesh.shard_optimizer):
                 # `start` can then reuse their buffers.
                 params = jax.device_put(params, self.state_shardings.params)
-            shardings = self.state_shardings._replace(base=())
+            shardings = self.state_shardings._replace(base=NONE)
             start = jax.jit(self._start, out_shardings=shardings, donate_argnums=0)
             return start(params)._replace(base=base)
 
@@ -169,18 +175,14 @@ class Trainer:
         split = self.config.mesh.shard_optimizer
         return jax.lax.with_sharding_constraint(params, shardings) if split else params
 
-    def complete(self, saved: TrainState, base: nnx.State | tuple = ()) -> TrainState:
+    def complete(self, saved: TrainState, base: nnx.State = NONE) -> TrainState:
         """Completes a restored state with its copies and the frozen weights."""
         make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
         return saved._replace(copies=make(saved.params), base=base)
 
-    def whole(self, params: nnx.State, base: nnx.State | tuple) -> nnx.State:
-        """All parameters of the model, for `graph`."""
-        return params if isinstance(base, tuple) else nnx.merge_state(params, base)
-
-    def frozen(self, base: nnx.State | tuple) -> nnx.State:
+    def frozen(self, base: nnx.State) -> nnx.State:
         """Whatever `step_graph` takes besides the parameters, in shapes: base and dropout keys."""
-        return nnx.merge_state(self.whole(nnx.State({}), base), self.abstract_keys)
+        return nnx.merge_state(base, self.abstract_keys)
 
     def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
         """The keys of the adapters' dropout, for a part of the batch of a step; often none."""
@@ -253,7 +255,7 @@ class Trainer:
     def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
 
-        params: of the whole model (`whole`).
+        params: of the whole model (`TrainState.whole`).
         """
         step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
@@ -317,7 +319,7 @@ class Trainer:
             pieces, losses = self._side_by_side(part), []
             for i, piece in enumerate(pieces):
                 keys = self.dropout_keys(state.step, number * len(pieces) + i)
-                params_of_piece = nnx.merge_state(self.whole(params, state.base), keys)
+                params_of_piece = nnx.merge_state(params, state.base, keys)
                 losses.append(self._loss_sum(params_of_piece, piece, 1 / count)[0])
             return functools.reduce(jnp.add, losses)
 

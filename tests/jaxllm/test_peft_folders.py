@@ -79,7 +79,7 @@ def test_ten_steps_are_those_of_peft(tmp_path):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, stored["losses"], rtol=1e-4)
-    found = logits(trainer.graph, trainer.whole(state.params, state.base), stored["tokens"])
+    found = logits(trainer.graph, state.whole, stored["tokens"])
     np.testing.assert_allclose(found, stored["logits"], atol=2e-3)
     # And what is exported is what peft saved.
     weights.arrays = {n: np.asarray(p[...]) for n, p in named_params(state.params).items()}
