@@ -265,14 +265,12 @@ def _join(place: dict, names: IO) -> None:
     os.pwrite(names.fileno(), json.dumps(peers).encode(), 0)  # processes may share the file
 
 
-class StopTogether:
-    """Makes all processes stop after the same step if one of them receives SIGTERM.
+def stops_after(step: int) -> int | None:
+    """SIGTERM if all processes are to stop after this step, as one has received it, else None.
 
-    JAX's preemption service, which `jax.distributed` starts, handles the signal.
+    JAX's preemption service, which `jax.distributed` starts, handles the signal; ask it after every
+    step.
     """
+    from jax.experimental import multihost_utils
 
-    def after(self, step: int) -> int | None:
-        """SIGTERM if the run is to stop after this step, else None; call it after every step."""
-        from jax.experimental import multihost_utils
-
-        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+    return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

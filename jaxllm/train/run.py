@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -71,9 +71,9 @@ def _train(arguments: argparse.Namespace) -> int:
             gc.set_threshold(100_000)  # with 700, 1.5 of 11 s until the 1.3B is lowered
             run = Run(arguments.config, arguments.out_dir, resume, stack)
             alone = run.world == 1
-            stop = stack.enter_context(StopSignals()) if alone else processes.StopTogether()
+            stops = stack.enter_context(StopSignals()).after if alone else processes.stops_after
             with no_long_pauses():
-                status = run.loop(stop, again)
+                status = run.loop(stops, again)
         del run
         resume = again = True
     return status
@@ -194,9 +194,10 @@ class Run:
         if self.log.damage:
             self.log.message(f"resume   metrics.jsonl is damaged: {self.log.damage}")
 
-    def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
+    def loop(self, stops: Callable[[int], int | None], again: bool) -> int | None:
         """Trains to the last step or a signal; returns the exit status, None to roll back.
 
+        stops: returns the signal that stops the run after a step, or None.
         again: whether this run has rolled back to its first step, which it does only once.
         """
         batches = self.dataset.train_batches(
@@ -206,7 +207,7 @@ class Run:
             with memory_errors(self.advice):
                 if self.chat and self.start == 0:
                     self._sample(0)  # to compare with what it learns to say
-                step, received = self._take_steps(batches, stop)
+                step, received = self._take_steps(batches, stops)
             self._finish()
             if received is not None:
                 options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
@@ -236,7 +237,7 @@ class Run:
             self.log.close()
 
     def _take_steps(
-        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
+        self, batches: Iterator[dict], stops: Callable[[int], int | None]
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
         steps = self.config.train.steps
@@ -253,7 +254,7 @@ class Run:
             self.clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
-            received = stop.after(step) if step < steps else None
+            received = stops(step) if step < steps else None
             due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
             if kernels := self.trace.after(step, received is not None):
                 self.log.message(kernels)

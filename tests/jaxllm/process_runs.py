@@ -109,12 +109,11 @@ def pair(name: str) -> list[Command]:
     """Two commands of one process each, as on two machines, which only talk to each other."""
 
     def talk(log: Path) -> int:
-        stop = processes.StopTogether()
         for step in itertools.count():
             multihost_utils.process_allgather(np.ones(1))
             with log.open("a") as file:  # only the first process prints
                 file.write(f"step {step}/\n")
-            if number := stop.after(step):
+            if number := processes.stops_after(step):
                 return 128 + number
             time.sleep(0.05)
 
