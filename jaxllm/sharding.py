@@ -276,7 +276,6 @@ def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSha
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     for i, size in enumerate(sharding.shard_shape(shape)):
         if size % replicas == 0:
-            others = spec[i] or ()
-            spec[i] = (*((others,) if isinstance(others, str) else others), "data")
+            spec[i] = tuple(jax.tree.leaves((spec[i], "data")))
             return NamedSharding(sharding.mesh, P(*spec))
     return sharding

@@ -173,9 +173,6 @@ class LowBits:
         return per_device(op, (part, P(), P()), part)(x, self.row, bias)
 
 
-Weight = Dense | Transposed | LowBits
-
-
 class Linear(Layer):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
@@ -246,7 +243,7 @@ class Linear(Layer):
             raise ValueError(f"x has {x.shape[-1]} columns, not in_features={self.in_features}")
 
     @property
-    def held(self) -> Weight:
+    def held(self) -> Dense | Transposed | LowBits:
         """The weight as an object that knows how to multiply."""
         value = self.weight.get_value()
         if isinstance(value, Transposed):
