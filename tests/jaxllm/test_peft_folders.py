@@ -113,7 +113,8 @@ def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
         mesh,
     )
     base, _ = load_base(weights.base, config, beside.abstract_base_params, mesh)
-    unmerged = beside.whole(weights.adapters(beside.abstract_params, mesh), base)
+    adapters = weights.adapters(beside.abstract_params, mesh)
+    unmerged = nnx.merge_state(adapters, base)
     expected = logits(beside.graph, unmerged, tokens)
     plain = nnx.eval_shape(lambda: create(weights.plain))
     graph, shapes = nnx.split(plain, nnx.Param)
