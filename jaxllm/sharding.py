@@ -67,7 +67,7 @@ def whole_sequences(mesh: Mesh) -> Mesh:
 
 
 def check(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raises InputError if the axes do not divide the model's heads and widths, or the batch."""
+    """Raises InputError unless the axes divide heads, widths, batch and sequence."""
     model, train = config.model, config.train
     heads = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
     for axes, name, width in (

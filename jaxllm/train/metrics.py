@@ -88,8 +88,8 @@ class RunLog:
         columns = [TextColumn("step"), MofNCompleteColumn()]
         columns += [BarColumn()] * (self.console.width >= 110)
         columns += [TextColumn("{task.fields[news]} left"), TimeRemainingColumn()]
-        lines = not is_interactive(self.console)
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=lines)
+        shown = is_interactive(self.console)
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
         self.task = self.bar.add_task("", total=steps, completed=start, news="")
         self.bar.start()
 
