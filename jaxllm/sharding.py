@@ -23,7 +23,7 @@ from flax import nnx
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
+from jaxllm.config import Config, MeshConfig
 from jaxllm.errors import InputError
 
 P = PartitionSpec
@@ -66,8 +66,9 @@ def whole_sequences(mesh: Mesh) -> Mesh:
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises InputError if the axes do not divide the heads and the widths of the model."""
+def check(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises InputError unless the axes divide heads, widths, batch and sequence."""
+    model, train = config.model, config.train
     heads = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
     for axes, name, width in (
         (("tensor",), heads, getattr(model, heads)),
@@ -84,10 +85,6 @@ def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
                 f" {'them' if len(axes) > 1 else 'it'} to divisors of it and use mesh.{other} for"
                 " the other devices"
             )
-
-
-def check_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises InputError unless batch and sequence divide evenly over devices and accumulation."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if train.batch_size % (parts * train.grad_accum):
         raise InputError(
@@ -279,7 +276,6 @@ def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSha
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     for i, size in enumerate(sharding.shard_shape(shape)):
         if size % replicas == 0:
-            others = spec[i] or ()
-            spec[i] = (*((others,) if isinstance(others, str) else others), "data")
+            spec[i] = tuple(jax.tree.leaves((spec[i], "data")))
             return NamedSharding(sharding.mesh, P(*spec))
     return sharding

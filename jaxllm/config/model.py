@@ -137,22 +137,22 @@ class AttentionConfig(_Model):
     softcap: Positive | None = Field(
         None, description="cap of the attention logits: cap tanh(x / cap); null: no cap"
     )
+    d_ff: Width | None = Field(None, description="feed-forward width; null: 4 d_model")
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or 4 * self.d_model
 
 
 class GPT2Config(AttentionConfig):
     """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
 
     type: Literal["gpt2"] = Field("gpt2", description="the architecture")
-    d_ff: Width | None = Field(None, description="feed-forward width; null: 4 d_model")
     norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or 4 * self.d_model
 
     def model_post_init(self, _) -> None:
         divides(self.n_heads, self.d_model, "n_heads", "d_model")
@@ -185,10 +185,6 @@ class Llama3Config(AttentionConfig):
     @property
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff
 
     def model_post_init(self, _) -> None:
         if self.d_head is None:

@@ -89,9 +89,7 @@ class Attention(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         B, T, _ = x.shape
-        if self.rope_theta is None:
-            positions = None
-        elif positions is None:
+        if positions is None:
             positions = jnp.arange(T)
         qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
         qkv = qkv.reshape(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)

@@ -17,7 +17,6 @@ from pallas_kernels.totals import summed
 class Embedding(Layer):
     """y[b,t] = wte[token[b,t]] + wpe[position], both N(0, std^2).
 
-    wte has `padded_vocab_size` rows; those past `vocab_size` are zero.
     max_seq_len: rows of wpe; None: no learned positions.
     """
 
@@ -26,7 +25,6 @@ class Embedding(Layer):
         vocab_size: int,
         d_model: int,
         *,
-        padded_vocab_size: int | None = None,
         max_seq_len: int | None = None,
         std: float = 0.02,
         dtype=jnp.float32,
@@ -34,12 +32,7 @@ class Embedding(Layer):
         rngs: nnx.Rngs,
     ):
         axes = ("tensor", "fsdp")
-        rows = vocab_size if padded_vocab_size is None else padded_vocab_size
-        if rows < vocab_size:
-            raise ValueError(f"padded_vocab_size={rows} is less than vocab_size={vocab_size}")
-        wte = normal(rngs.params(), (rows, d_model), std, axes)
-        # .at[].set would be a scatter, which deterministic XLA turns into a loop over all elements.
-        wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
+        wte = normal(rngs.params(), (vocab_size, d_model), std, axes)
         self.wte = nnx.Param(wte, axes=axes, summed=True)
         if max_seq_len is None:
             self.wpe = None

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.scipy.linalg import block_diag
 from jaxtyping import Array, Float
 
 from jaxllm import sharding
@@ -171,9 +173,6 @@ class LowBits:
         return per_device(op, (part, P(), P()), part)(x, self.row, bias)
 
 
-Weight = Dense | Transposed | LowBits
-
-
 class Linear(Layer):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
@@ -244,7 +243,7 @@ class Linear(Layer):
             raise ValueError(f"x has {x.shape[-1]} columns, not in_features={self.in_features}")
 
     @property
-    def held(self) -> Weight:
+    def held(self) -> Dense | Transposed | LowBits:
         """The weight as an object that knows how to multiply."""
         value = self.weight.get_value()
         if isinstance(value, Transposed):
@@ -289,18 +288,12 @@ def fused_linear(
     if not any(adapters):
         return y
     # Side by side, too: the rows of B that belong to a layer are zero in the others' columns.
-    wide = [
-        _side_by_side(
-            [
-                a.wide(x.dtype) if a is own else jnp.zeros((own.b.shape[0], w.shape[1]), x.dtype)
-                for a, w in zip(adapters, weights, strict=True)
-            ]
-        )
-        for own in adapters
-        if own is not None
-    ]
+    widths = [w.shape[1] for w in weights]
+    each = zip(adapters, widths, strict=True)
+    wide = block_diag(*(a.wide(x.dtype) if a else jnp.zeros((0, n), x.dtype) for a, n in each))
+    wide = _side_by_side(jnp.split(wide, np.cumsum(widths)[:-1], axis=1))
     narrow = narrow_side_by_side(x, [a for a in adapters if a is not None])
-    return (narrow @ jnp.concatenate(wide)).astype(y.dtype) + y
+    return (narrow @ wide).astype(y.dtype) + y
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:

@@ -35,13 +35,9 @@ class Norm(Layer):
         implementation: Implementation | None = None,
     ):
         self.weight = nnx.Param(jnp.ones(features, jnp.float32), axes=())
-        self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if self.centered else None
+        centered = self.op is layer_norm  # it subtracts the mean; then it also adds a bias
+        self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if centered else None
         self.eps, self.dtype, self.implementation = eps, dtype, implementation
-
-    @property
-    def centered(self) -> bool:
-        """Whether it subtracts the mean; then it also adds a bias."""
-        return self.op is layer_norm
 
     def _parameters(self) -> list[Float[Array, " C"]]:
         return [p[...] for p in (self.weight, self.bias) if p is not None]
@@ -83,7 +79,7 @@ class Norm(Layer):
     def of_row(self) -> dict[str, Any]:
         """This norm as options of row_linear."""
         names = zip(("norm_weight", "norm_bias"), self._parameters(), strict=False)
-        return dict(names, norm_eps=self.eps, centered=self.centered)
+        return dict(names, norm_eps=self.eps, centered=self.bias is not None)
 
 
 class LayerNorm(Norm):

@@ -18,5 +18,5 @@ class GPT2(LanguageModel):
 
     def mixer(self) -> dict[str, Any]:
         config = self.config
-        options = dict(bias=True, window=config.window, softcap=config.softcap)
-        return {"attention": partial(Attention, config.d_model, config.n_heads, **options)}
+        make = partial(Attention, bias=True, window=config.window, softcap=config.softcap)
+        return {"attention": make}

@@ -57,14 +57,14 @@ class Block(Layer):
     """s += mixer(norm_1(s)); s += mlp(norm_2(s)), with attention or a vLSTM as the mixer."""
 
     def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
-        """mixer: {its name, attention or vlstm: what makes it}."""
+        """mixer: {its name, attention or vlstm: what makes it, given width and heads}."""
         ((self.mixer, make_mixer),) = mixer.items()
         rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
         lora = getattr(config, "lora", None)
         linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
         options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()
-        setattr(self, self.mixer, make_mixer(**options))
+        setattr(self, self.mixer, make_mixer(config.d_model, config.n_heads, **options))
         self.mlp: Any = make_mlp(config.d_model, config.ff_width, **options)
 
     def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
@@ -111,7 +111,7 @@ class LanguageModel(Layer):
     head: Linear | None
 
     def mixer(self) -> dict[str, Any]:
-        """{attention or vlstm: what makes the other half of a block}."""
+        """{attention or vlstm: what makes the other half of a block, given width and heads}."""
         raise NotImplementedError
 
     def __init__(self, config: ModelConfig, *, fp8: str = "none", rngs: nnx.Rngs):
@@ -119,16 +119,20 @@ class LanguageModel(Layer):
         self.config, self.fp8_head = config, fp8 == "all"
         # Caps the logits as cap tanh(z / cap); None: no cap.
         self.logit_soft_cap = getattr(config, "logit_soft_cap", None)
+        rows = config.padded_vocab_size
         self.embedding = Embedding(
-            config.vocab_size,
+            rows,
             config.d_model,
-            padded_vocab_size=config.padded_vocab_size,
             max_seq_len=config.max_seq_len if self.learns_positions else None,
             std=STD,
             dtype=config.residual_dtype,
             implementation=config.implementation,
             rngs=rngs,
         )
+        # What pads the vocabulary is zero.  .at[].set would be a scatter, which deterministic XLA
+        # turns into a loop over all elements.
+        real, wte = jnp.arange(rows) < config.vocab_size, self.embedding.wte
+        wte[...] = jnp.where(real[:, None], wte[...], 0)
         make_norm = partial(
             self.norms,
             config.d_model,
@@ -144,10 +148,8 @@ class LanguageModel(Layer):
             self.head = None
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
-            columns = config.padded_vocab_size
-            self.head = Linear(config.d_model, columns, std=STD, copied=False, rngs=rngs)
-            weight = self.head.weight  # whose columns past the vocabulary are zero
-            real = jnp.arange(columns) < config.vocab_size
+            self.head = Linear(config.d_model, rows, std=STD, copied=False, rngs=rngs)
+            weight = self.head.weight
             weight[...] = jnp.where(real, weight[...], 0)
 
     def hidden(

@@ -22,8 +22,6 @@ class Llama3(LanguageModel):
         config = self.config
         attention = partial(
             Attention,
-            config.d_model,
-            config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,

@@ -19,8 +19,6 @@ class VLSTM(LanguageModel):
         config = self.config
         vlstm = partial(
             VLSTMLayer,
-            config.d_model,
-            config.n_heads,
             gate_soft_cap=config.gate_soft_cap,
             eps=config.norm_eps,
             chunk_size=config.chunk_size,

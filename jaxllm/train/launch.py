@@ -21,9 +21,9 @@ from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops, print_line
+from jaxllm.train.metrics import RunLog, SilentLog, Wandb, peak_flops
 from jaxllm.train.programs import find_or_compile
-from jaxllm.train.step import Trainer, TrainState
+from jaxllm.train.step import NONE, Trainer, TrainState
 from jaxllm.train.verify import Canary
 from jaxllm.weights.adapters import AdapterWeights, Base, load_base
 from jaxllm.weights.pretrained import RunWeights, check_weights, load_params, open_weights
@@ -36,8 +36,7 @@ def join_devices(config: Config) -> Mesh:
     Raises InputError if the model, the batch or the kernels do not fit the devices.
     """
     mesh = sharding.make_mesh(config.mesh)
-    sharding.check_model(config.model, mesh)
-    sharding.check_batch(config.train, mesh)
+    sharding.check(config, mesh)
     check_kernels(config)
     return mesh
 
@@ -126,44 +125,38 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
         )
 
 
-def emit(text: str) -> None:
-    """Prints a line on the first process."""
-    if jax.process_index() == 0:
-        print_line(text)
-
-
 def print_header(trainer: Trainer, data: Dataset | None) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
-    emit(f"model    {trainer.describe()}")
-    emit(f"data     {'not opened in a dry run' if data is None else data.description}")
+    print(f"model    {trainer.describe()}")
+    print(f"data     {'not opened in a dry run' if data is None else data.description}")
     if data is not None and isinstance(data.train, Packed):
         steps, rows = config.train.steps, config.train.batch_size
-        emit(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
+        print(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
     elif data is not None and data.tokenizer is not None:
-        emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
+        print(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
     vocab = config.model.vocab_size
     if data is not None and 2 * data.vocab_size < vocab:
-        emit(
+        print(
             f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
             " the others cost memory and time, and are never read"
         )
     steps, warmup = config.train.steps, config.optimizer.warmup_steps
     if warmup > steps:
-        emit(
+        print(
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
             f" rate ends at {steps / warmup:.3g} of its peak"
         )
-    emit(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
+    print(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
-        emit(
+        print(
             f"fp8      the blocks' linear layers{head} in e4m3, their gradients in e5m2; evaluation"
             f" and samples in {config.model.compute_dtype}"
         )
     if peak := peak_flops(mesh.devices.flat[0].device_kind):
         flops = flops_per_token(config.model, config.train.seq_len)
-        emit(
+        print(
             f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters + sequence mixing)"
             f" x tokens/s / ({mesh.size} x {peak / 1e12:.0f} TFLOP/s)"
         )
@@ -178,7 +171,7 @@ def initial_state(
     weights: the result of `open_initial_weights`.
     Raises InputError if the base is another one than before.
     """
-    base, identity = (), None
+    base, identity = NONE, None
     if trainer.lora is not None:
         held, model = base_of(weights), trainer.config.model
         base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
@@ -220,10 +213,10 @@ def compile_step(
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
     program, canary = find(trace_step), None
-    emit(f"kernels  {kernel_summary()}")
+    print(f"kernels  {kernel_summary()}")
     if config.verify_every:
         canary = Canary(trainer, find(Trainer.trace_verified_step))
-    emit(f"compiled in {time.perf_counter() - clock:.1f} s, writing to {out_dir}")
+    print(f"compiled in {time.perf_counter() - clock:.1f} s, writing to {out_dir}")
     return program, canary
 
 
@@ -278,7 +271,7 @@ def open_log(
     tracker = None
     if config.train.tracker == "wandb":
         tracker = Wandb(out_dir, config.model_dump())
-        emit(f"tracker  wandb, {tracker.where}")
+        print(f"tracker  wandb, {tracker.where}")
     peak = peak and peak * trainer.mesh.size
     flops = flops_per_token(config.model, config.train.seq_len) * tokens
     return RunLog(out_dir, config.train.steps, start, tokens, flops, peak, tracker, saved)

@@ -85,14 +85,13 @@ class RunLog:
         self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards = [Board(out_dir / "tensorboard", start), *filter(None, [tracker])]
         self.console = Console()
-        self.bar: Progress | None = None
-        if is_interactive(self.console):
-            columns = [TextColumn("step"), MofNCompleteColumn()]
-            columns += [BarColumn()] * (self.console.width >= 110)
-            columns += [TextColumn("{task.fields[news]} left"), TimeRemainingColumn()]
-            self.bar = Progress(*columns, console=self.console, transient=True)
-            self.task = self.bar.add_task("", total=steps, completed=start, news="")
-            self.bar.start()
+        columns = [TextColumn("step"), MofNCompleteColumn()]
+        columns += [BarColumn()] * (self.console.width >= 110)
+        columns += [TextColumn("{task.fields[news]} left"), TimeRemainingColumn()]
+        shown = is_interactive(self.console)
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
+        self.task = self.bar.add_task("", total=steps, completed=start, news="")
+        self.bar.start()
 
     def state(self) -> dict:
         """What a checkpoint says about the rows so far."""
@@ -118,7 +117,7 @@ class RunLog:
         if skips:
             row["skips"] = skips
         self._write(row)
-        if self.bar is not None:
+        if not self.bar.disable:
             # Step and time are in every line, other values as far as there is room.
             shown = news[: (self.console.width >= 50) + 2 * (self.console.width >= 80)]
             self.bar.update(self.task, completed=step, news="  ".join(shown))
@@ -141,11 +140,11 @@ class RunLog:
 
     def message(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
-        if self.bar is not None:
+        if not self.bar.disable:
             # Soft, so that a command can be copied: rich would break its line with a newline.
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print_line(text)
+            print(text)
 
     def draw(self) -> None:
         began = time.monotonic()
@@ -157,9 +156,8 @@ class RunLog:
         self.draws_from = ended + 20 * (ended - began)  # it reads all rows: 9 s after 10^6 steps
 
     def close(self) -> None:
-        if self.bar is not None:
+        if not self.bar.disable:  # rich 13 ends with an empty line even then
             self.bar.stop()
-            self.bar = None
         if problem := self._flush():
             self.message(f"{self.path} lacks its last rows: {problem}")
         self.file.close()
@@ -345,9 +343,3 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     write_whole(picture, png.getvalue())
-
-
-def print_line(text: str) -> None:
-    """Prints a line; ignores a closed pipe and a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)

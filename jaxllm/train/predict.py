@@ -78,8 +78,7 @@ def predict(config: Config, text: str) -> str:
     if getattr(config.model, "lora", None) is not None:
         raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")
     mesh = sharding.abstract_mesh(config.mesh, count)
-    sharding.check_model(config.model, mesh)
-    sharding.check_batch(config.train, mesh)
+    sharding.check(config, mesh)
     # pyrefly: ignore[bad-argument-type]
     trainer = Trainer(config, mesh)  # its shapes and shardings need no devices
     state = estimate.state_memory(trainer)

@@ -59,7 +59,7 @@ def set_xla_flags(deterministic: bool) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 
 
-class StopSignals:
+class StopSignals(contextlib.ExitStack):
     """The signals of STOPPING request a stop after the current step; a second stops at once.
 
     A second signal within a second is the first one again: `timeout` sends its signal to uv and to
@@ -69,7 +69,7 @@ class StopSignals:
     def __enter__(self):
         self.received: int | None = None
         self.at = 0.0
-        self.handled = handle_signals(self._handle)
+        self.enter_context(handle_signals(self._handle))
         return self
 
     def after(self, step: int) -> int | None:
@@ -84,14 +84,11 @@ class StopSignals:
             # print() may be what the signal interrupts.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
-            self.handled.close()
+            self.close()
             signal.set_wakeup_fd(-1)
             interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
             signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
-
-    def __exit__(self, *_):
-        self.handled.close()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ long log; the process that watches replaces this log by the line.
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import select
@@ -19,7 +20,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from functools import partial
+from typing import IO, Any
 
 from jaxllm.config.command_line import exit_status
 from jaxllm.errors import InputError, error_line
@@ -38,50 +40,45 @@ NOISE = re.compile(r"^(\[Gloo\] |.*\bpreemption_\w+\.cc:).*\n", re.M)
 OF_PEERS = re.compile(
     r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )
+FORK = multiprocessing.get_context("fork")
 FATAL = b"the JAX distributed service detected fatal errors"  # in JAX's log before it aborts
 
 
-class Place(NamedTuple):
-    """The place of a process among its peers; None: JAX finds it in the cluster's environment."""
+def places(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What jax.distributed.initialize takes in each process that `jaxllm train` runs.
 
-    count: int | None = None
-    index: int | None = None
-    coordinator: str | None = None  # host:port of process 0
-    gpu: int | None = None  # None: all of this machine, or the one that the cluster chose
-
-
-def places(options: argparse.Namespace) -> list[Place]:
-    """The processes that `jaxllm train` runs; empty if it is to train by itself."""
+    None: this process trains by itself.  {}: JAX finds the others in the cluster's environment.
+    """
     count = options.processes
+    place = partial(dict, num_processes=count, cluster_detection_method="deactivate")
     if options.process is not None:
-        return [Place(count, options.process, options.coordinator)]
+        return [place(process_id=options.process, coordinator_address=options.coordinator)]
     if count is not None and count > 1:
         with socket.create_server(("localhost", 0)) as free:
             address = f"localhost:{free.getsockname()[1]}"
-        return [Place(count, i, address, gpu=i) for i in range(count)]
-    return [Place()] if options.config.mesh.distributed else []
+        both = dict(coordinator_address=address, coordinator_bind_address=address)
+        return [place(process_id=i, local_device_ids=i, **both) for i in range(count)]
+    return [{}] if options.config.mesh.distributed else []
 
 
 @dataclass
 class _Child:
     """A training process, as seen by the one that watches."""
 
-    pid: int
+    process: multiprocessing.process.BaseProcess
     errors: int  # the reading end of its standard error
     held: bytes = b""  # what it wrote there and nobody has seen yet
     status: int | None = None  # exit status, or minus the signal that killed it; None: it runs
     ended: bool = False  # the watching process killed it
 
 
-def watch(where: list[Place], train: Callable[[], int]) -> int:
+def watch(where: list[dict], train: Callable[[], int]) -> int:
     """Forks a process for each place, which joins its peers and calls `train`.
 
     Returns their exit status.  If one fails, ends the others and prints one line that names it.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     with tempfile.TemporaryFile() as names:
-        children, alive = _fork(where, train, names)
+        children = [_fork(place, train, names) for place in where]
         received: list[int] = []
 
         def stop(number, _):
@@ -89,10 +86,9 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
             for child in children:
                 if child.status is None:
                     child.ended = len(received) > 1
-                    os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
+                    (child.process.kill if child.ended else child.process.terminate)()
 
-        with handle_signals(stop) as handled:
-            handled.callback(os.close, alive)
+        with handle_signals(stop):
             _wait(children)
             for child in children:  # before it joined its peers, our own signal killed it
                 child.ended |= bool(received) and child.status == -signal.SIGTERM
@@ -100,24 +96,12 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
     return 128 + received[0] if received and status != 0 else status
 
 
-def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list[_Child], int]:
-    """Returns the children, and a file descriptor whose closing ends them."""
-    ending, alive = os.pipe()
-    children = []
-    for place in where:
-        errors, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(alive)
-            # Only Gloo writes to 1 from here on, not in whole lines; _pass_on drops them.
-            sys.stdout = lossy_stream(os.dup(1), getattr(sys.stdout, "encoding", "utf-8"))
-            os.dup2(writer, 1)
-            os.dup2(writer, 2)
-            _train_and_exit(place, train, names, ending)
-        os.close(writer)
-        children.append(_Child(pid, errors))
-    os.close(ending)
-    return children, alive
+def _fork(place: dict, train: Callable[[], int], names: IO) -> _Child:
+    errors, writer = os.pipe()
+    process = FORK.Process(target=_train_and_exit, args=(place, train, names, writer))
+    process.start()
+    os.close(writer)
+    return _Child(process, errors)
 
 
 def _wait(children: list[_Child]) -> None:
@@ -133,9 +117,8 @@ def _wait(children: list[_Child]) -> None:
             if child.errors in ready:
                 child.held += os.read(child.errors, 1 << 16)
                 written = time.monotonic()
-            pid, status = os.waitpid(child.pid, os.WNOHANG)
-            if pid:
-                child.status = os.waitstatus_to_exitcode(status)
+            child.status = child.process.exitcode
+            if child.status is not None:
                 os.set_blocking(child.errors, False)  # a grandchild may keep it open
                 with open(child.errors, "rb", buffering=0) as pipe:
                     child.held += pipe.read() or b""
@@ -147,7 +130,7 @@ def _wait(children: list[_Child]) -> None:
         if failed is not None and now - failed > GRACE:
             for child in running:
                 if child.status is None and not child.ended:
-                    os.kill(child.pid, signal.SIGKILL)
+                    child.process.kill()
                     child.ended = True
 
 
@@ -172,7 +155,7 @@ def _report(children: list[_Child], names: IO) -> int:
         first = killed[0]
         cause = signal.Signals(-(first.status or 0)).name
         memory = " (is the machine out of memory?)" if cause == "SIGKILL" else ""
-        place = f"(pid {first.pid} on {socket.gethostname()})"
+        place = f"(pid {first.process.pid} on {socket.gethostname()})"
         name = next((peer for peer in peers if peer.endswith(place)), f"process {place}")
         error_line(f"{name} was killed by {cause}{memory}; {ADVICE}")
         return 1
@@ -202,15 +185,20 @@ def _dead_peer(log: str, peers: list[str]) -> str | None:
     return peers[0] if peers and "Failed to send RPC to coordination service" in log else None
 
 
-def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: int) -> None:
-    """Runs in a child: joins the peers, trains and exits."""
+def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: int) -> None:
+    """Runs in a child, with `errors` as standard error: joins the peers, trains and exits."""
+    # Only Gloo writes to 1 from here on, not in whole lines; _pass_on drops them.
+    sys.stdout = lossy_stream(os.dup(1), getattr(sys.stdout, "encoding", "utf-8"))
+    os.dup2(errors, 1)
+    os.dup2(errors, 2)
     # The process that watches turns all signals into one SIGTERM.
     signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Reading returns when the process that watches is dead.
-    end = lambda: (os.read(ending, 1), os._exit(1))
+    # Joining returns when the process that watches is dead.
+    # pyrefly: ignore[missing-attribute]
+    end = lambda: (multiprocessing.parent_process().join(), os._exit(1))
     threading.Thread(target=end, daemon=True).start()
 
     def run() -> int:
@@ -237,7 +225,7 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
         os._exit(status)  # Python's own exit would wait for processes that fail
 
 
-def _join(place: Place, names: IO) -> None:
+def _join(place: dict, names: IO) -> None:
     """Joins the peers, and writes their names to the file `names`.
 
     Raises InputError if there are none.
@@ -246,23 +234,15 @@ def _join(place: Place, names: IO) -> None:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    local = place.gpu is not None
-    missed = f"process 0 at {place.coordinator}" if place.index else "the other processes"
-    text = f"process {place.index} waits for {missed}, up to five minutes"
+    index = place.get("process_id")
+    missed = f"process 0 at {place['coordinator_address']}" if index else "the other processes"
+    text = f"process {index} waits for {missed}, up to five minutes"
     waits = threading.Timer(WAIT, print, (text,), {"file": sys.stderr, "flush": True})
     waits.daemon = True
-    if place.index is not None:
+    if index is not None:
         waits.start()
     try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.count,
-            place.index,
-            local_device_ids=place.gpu,
-            cluster_detection_method=None if place.index is None else "deactivate",
-            coordinator_bind_address=place.coordinator if local else None,
-            heartbeat_timeout_seconds=HEARTBEAT,
-        )
+        jax.distributed.initialize(**place, heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError) as e:
         raise InputError(
             f"mesh.distributed=true finds no other processes ({e}); start the run with Slurm or"
@@ -277,20 +257,20 @@ def _join(place: Place, names: IO) -> None:
             f"process {jax.process_index()} of {jax.process_count()} cannot use its devices ({e});"
             " start at most one process per GPU"
         ) from e
+    if jax.process_index() != 0:
+        sys.stdout = open(os.devnull, "w")  # only the first one prints
     name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})".encode()
     rows = multihost_utils.process_allgather(np.frombuffer(name[:128].ljust(128), np.uint8))
     peers = [bytes(row).decode(errors="replace").strip() for row in np.reshape(rows, (-1, 128))]
     os.pwrite(names.fileno(), json.dumps(peers).encode(), 0)  # processes may share the file
 
 
-class StopTogether:
-    """Makes all processes stop after the same step if one of them receives SIGTERM.
+def stops_after(step: int) -> int | None:
+    """SIGTERM if all processes are to stop after this step, as one has received it, else None.
 
-    JAX's preemption service, which `jax.distributed` starts, handles the signal.
+    JAX's preemption service, which `jax.distributed` starts, handles the signal; ask it after every
+    step.
     """
+    from jax.experimental import multihost_utils
 
-    def after(self, step: int) -> int | None:
-        """SIGTERM if the run is to stop after this step, else None; call it after every step."""
-        from jax.experimental import multihost_utils
-
-        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+    return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

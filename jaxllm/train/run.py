@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes, report
-from jaxllm.train.metrics import check_tracker, print_line
+from jaxllm.train.metrics import check_tracker
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 
 
@@ -44,7 +44,7 @@ def _run(argv: list[str] | None) -> int:
     if gpus:
         from jaxllm.train.predict import predict
 
-        print_line(predict(config, gpus))
+        print(predict(config, gpus))
         return 0
     if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
@@ -71,9 +71,9 @@ def _train(arguments: argparse.Namespace) -> int:
             gc.set_threshold(100_000)  # with 700, 1.5 of 11 s until the 1.3B is lowered
             run = Run(arguments.config, arguments.out_dir, resume, stack)
             alone = run.world == 1
-            stop = stack.enter_context(StopSignals()) if alone else processes.StopTogether()
+            stops = stack.enter_context(StopSignals()).after if alone else processes.stops_after
             with no_long_pauses():
-                status = run.loop(stop, again)
+                status = run.loop(stops, again)
         del run
         resume = again = True
     return status
@@ -110,8 +110,8 @@ def dry_run(config: Config) -> int:
     trainer = launch.make_trainer(config, mesh, weights)
     launch.print_header(trainer, None)
     launch.trace_step(trainer)
-    launch.emit(f"kernels  {launch.kernel_summary()}")
-    launch.emit(estimate.summarize(trainer))
+    print(f"kernels  {launch.kernel_summary()}")
+    print(estimate.summarize(trainer))
     return 0
 
 
@@ -148,7 +148,7 @@ class Run:
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            launch.emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
+            print(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config, self.checkpoints, newest)
         self.trainer = launch.make_trainer(config, self.mesh, weights)
         origin = (weights and weights.text) if newest is None else out_dir
@@ -168,7 +168,7 @@ class Run:
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            launch.emit(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
+            print(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
@@ -194,9 +194,10 @@ class Run:
         if self.log.damage:
             self.log.message(f"resume   metrics.jsonl is damaged: {self.log.damage}")
 
-    def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
+    def loop(self, stops: Callable[[int], int | None], again: bool) -> int | None:
         """Trains to the last step or a signal; returns the exit status, None to roll back.
 
+        stops: returns the signal that stops the run after a step, or None.
         again: whether this run has rolled back to its first step, which it does only once.
         """
         batches = self.dataset.train_batches(
@@ -206,7 +207,7 @@ class Run:
             with memory_errors(self.advice):
                 if self.chat and self.start == 0:
                     self._sample(0)  # to compare with what it learns to say
-                step, received = self._take_steps(batches, stop)
+                step, received = self._take_steps(batches, stops)
             self._finish()
             if received is not None:
                 options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
@@ -236,7 +237,7 @@ class Run:
             self.log.close()
 
     def _take_steps(
-        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
+        self, batches: Iterator[dict], stops: Callable[[int], int | None]
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
         steps = self.config.train.steps
@@ -253,7 +254,7 @@ class Run:
             self.clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
-            received = stop.after(step) if step < steps else None
+            received = stops(step) if step < steps else None
             due = {"checkpoint"} if received is not None else self._due(step) - {"loss"}
             if kernels := self.trace.after(step, received is not None):
                 self.log.message(kernels)
@@ -338,24 +339,19 @@ class Run:
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
-            layer = first_not_finite(self.trainer.graph, self.whole, **batch)
+            layer = first_not_finite(self.trainer.graph, self.state.whole, **batch)
         fix = "lower optimizer.learning_rate, or resume from an older checkpoint"
         return f"first not finite: {layer}; {fix}"
 
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size
 
-    @property
-    def whole(self):
-        """All parameters of the model, for evaluation and samples."""
-        return self.trainer.whole(self.state.params, self.state.base)
-
     def _validate(self, step: int) -> float:
         """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
         for batch in self.dataset.val_batches(train.batch_size, *self.part, train.eval_batches):
-            loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
+            loss, n = self.evaluate(self.state.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)
         return total / count
@@ -396,7 +392,7 @@ class Run:
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         ends = tokenizer.chat_ends if self.chat else ends
-        model = self.trainer.graph, self.whole
+        model = self.trainer.graph, self.state.whole
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(*model, prompt, config, sample=step, rows=rows, ends=ends)

@@ -26,6 +26,8 @@ from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_sharding
 from pallas_kernels.options import promotions
 from pallas_kernels.totals import summed
 
+NONE = nnx.State({})  # no copies, or no base
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
@@ -36,12 +38,17 @@ class TrainState(NamedTuple):
     watch: optim.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
-    copies: tuple[jax.Array, ...] = ()
-    base: nnx.State | tuple = ()  # the frozen weights that adapters adapt, which no step changes
+    copies: nnx.State = NONE  # like params, with None for the other parameters
+    base: nnx.State = NONE  # the frozen weights that adapters adapt, which no step changes
+
+    @property
+    def whole(self) -> nnx.State:
+        """All parameters of the model, for `Trainer.graph`."""
+        return nnx.merge_state(self.params, self.base)
 
     def saved(self) -> "TrainState":
         """The part for a checkpoint: without copies and base (`Trainer.complete`)."""
-        return self._replace(copies=(), base=())
+        return self._replace(copies=NONE, base=NONE)
 
 
 class Checked(NamedTuple):
@@ -58,10 +65,6 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     return graph, keys
 
 
-def _is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
     """Working parameters; the gradients of `totals` are then the next totals."""
 
@@ -69,7 +72,7 @@ def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
         join = Summed if p.get_metadata().get("summed") else summed
         return p.replace(join(p.get_value(), total.get_value()))
 
-    return jax.tree.map(pair, params, totals, is_leaf=_is_variable)
+    return jax.tree.map(pair, params, totals, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 class Trainer:
@@ -87,7 +90,7 @@ class Trainer:
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.lora = getattr(config.model, "lora", None)
         self.packing = packing
-        self.abstract_base: nnx.State | tuple = ()
+        self.abstract_base = NONE
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
             self.abstract_params, base = nnx.split_state(self.abstract_params, nnx.LoRAParam, ...)
@@ -96,10 +99,8 @@ class Trainer:
         self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.step_graph, self.abstract_keys = step_model(config)
         dtype = jnp.dtype(config.model.compute_dtype)
-        self.copied = [  # one flag per parameter
-            bool(p.get_metadata().get("copied")) and p.dtype != dtype
-            for p in jax.tree.leaves(self.abstract_params, is_leaf=_is_variable)
-        ]
+        copied = lambda _, p: p.replace(bool(p.get_metadata().get("copied")) and p.dtype != dtype)
+        self.copied = nnx.map_state(copied, self.abstract_params)
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         # Of the parameters in the forward and backward pass; those in the state may be split more.
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
@@ -144,12 +145,11 @@ class Trainer:
             is_leaf=masked,
         )
         of_copies = self._matrices(self.working_shardings)
-        # pyrefly: ignore[bad-argument-type]
-        of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
+        of_base = frozen_shardings(self.abstract_base, self.mesh)
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt, optim.Watch(whole, whole), of_copies, of_base)
 
-    def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
+    def init(self, params: nnx.State | None = None, base: nnx.State = NONE) -> TrainState:
         """The state before the first step, created with its final sharding.
 
         params: initial weights, whose buffers are donated; None: drawn from the seed.
@@ -161,7 +161,7 @@ class Trainer:
             if self.lora is not None or (drawn and self.config.mesh.shard_optimizer):
                 # `start` can then reuse their buffers.
                 params = jax.device_put(params, self.state_shardings.params)
-            shardings = self.state_shardings._replace(base=())
+            shardings = self.state_shardings._replace(base=NONE)
             start = jax.jit(self._start, out_shardings=shardings, donate_argnums=0)
             return start(params)._replace(base=base)
 
@@ -175,18 +175,14 @@ class Trainer:
         split = self.config.mesh.shard_optimizer
         return jax.lax.with_sharding_constraint(params, shardings) if split else params
 
-    def complete(self, saved: TrainState, base: nnx.State | tuple = ()) -> TrainState:
+    def complete(self, saved: TrainState, base: nnx.State = NONE) -> TrainState:
         """Completes a restored state with its copies and the frozen weights."""
         make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
         return saved._replace(copies=make(saved.params), base=base)
 
-    def whole(self, params: nnx.State, base: nnx.State | tuple) -> nnx.State:
-        """All parameters of the model, for `graph`."""
-        return params if isinstance(base, tuple) else nnx.merge_state(params, base)
-
-    def frozen(self, base: nnx.State | tuple) -> nnx.State:
+    def frozen(self, base: nnx.State) -> nnx.State:
         """Whatever `step_graph` takes besides the parameters, in shapes: base and dropout keys."""
-        return nnx.merge_state(self.whole(nnx.State({}), base), self.abstract_keys)
+        return nnx.merge_state(base, self.abstract_keys)
 
     def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
         """The keys of the adapters' dropout, for a part of the batch of a step; often none."""
@@ -195,19 +191,18 @@ class Trainer:
         keys = jax.random.split(jax.random.fold_in(key, part), max(len(leaves), 1))
         return jax.tree.unflatten(structure, list(jax.random.key_data(keys))[: len(leaves)])
 
-    def _matrices(self, tree) -> tuple:
-        """The leaves of the parameters with copies, from a tree like the parameters."""
-        leaves = jax.tree.leaves(tree)
-        return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
+    def _matrices(self, tree: nnx.State) -> nnx.State:
+        """A tree like the parameters with None for those without a copy."""
+        return jax.tree.map(lambda copied, x: x if copied else None, self.copied, tree)
 
-    def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
-        return tuple(p.astype(self.config.model.compute_dtype) for p in self._matrices(params))
+    def _make_copies(self, params: nnx.State) -> nnx.State:
+        dtype = self.config.model.compute_dtype
+        return jax.tree.map(lambda p: p.astype(dtype), self._matrices(params))
 
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
-        leaves, structure = jax.tree.flatten(state.params)
-        copies, each = iter(state.copies), zip(leaves, self.copied, strict=True)
-        return jax.tree.unflatten(structure, [next(copies) if c else p for p, c in each])
+        either = lambda p, copy: p if copy is None else copy
+        return jax.tree.map(either, state.params, state.copies)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
@@ -260,7 +255,7 @@ class Trainer:
     def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
 
-        params: of the whole model (`whole`).
+        params: of the whole model (`TrainState.whole`).
         """
         step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
@@ -324,7 +319,7 @@ class Trainer:
             pieces, losses = self._side_by_side(part), []
             for i, piece in enumerate(pieces):
                 keys = self.dropout_keys(state.step, number * len(pieces) + i)
-                params_of_piece = nnx.merge_state(self.whole(params, state.base), keys)
+                params_of_piece = nnx.merge_state(params, state.base, keys)
                 losses.append(self._loss_sum(params_of_piece, piece, 1 / count)[0])
             return functools.reduce(jnp.add, losses)
 

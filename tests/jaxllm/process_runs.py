@@ -17,7 +17,9 @@ import socket
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -106,12 +108,12 @@ def killed_on_another_mesh() -> dict:
 def pair(name: str) -> list[Command]:
     """Two commands of one process each, as on two machines, which only talk to each other."""
 
-    def talk() -> int:
-        stop = processes.StopTogether()
+    def talk(log: Path) -> int:
         for step in itertools.count():
             multihost_utils.process_allgather(np.ones(1))
-            print(f"step {step}/", flush=True)
-            if number := stop.after(step):
+            with log.open("a") as file:  # only the first process prints
+                file.write(f"step {step}/\n")
+            if number := processes.stops_after(step):
                 return 128 + number
             time.sleep(0.05)
 
@@ -120,11 +122,12 @@ def pair(name: str) -> list[Command]:
 
     with socket.create_server(("localhost", 0)) as free:
         address = f"localhost:{free.getsockname()[1]}"
-    places = [processes.Place(2, i, address) for i in range(2)]
-    return [
-        Command(f"{name}_{i}", lambda place=place: processes.watch([place], talk))
-        for i, place in enumerate(places)
-    ]
+
+    def body(i: int) -> int:
+        place = Namespace(processes=2, process=i, coordinator=address)
+        return processes.watch(processes.places(place), partial(talk, FOLDER / f"{name}_{i}.log"))
+
+    return [Command(f"{name}_{i}", partial(body, i)) for i in range(2)]
 
 
 def main() -> dict:

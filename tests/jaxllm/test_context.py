@@ -8,8 +8,8 @@ from eight_devices import MODELS, SEQ
 from training_runs import REPO, command
 
 import train
-from jaxllm.config import Config, InputError, Llama3Config, OptimizerConfig, TrainConfig
-from jaxllm.sharding import abstract_mesh, check_batch, check_model
+from jaxllm.config import Config, InputError, OptimizerConfig, TrainConfig
+from jaxllm.sharding import abstract_mesh, check
 from jaxllm.train import estimate
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.step import Trainer
@@ -80,24 +80,27 @@ class Mesh:
     shape = {"data": 1, "fsdp": 2, "context": 4, "tensor": 2}
 
 
-def llama(**more):
-    shape = dict(vocab_size=8, n_layers=1, n_heads=8, n_kv_heads=8, d_model=64, d_ff=64)
-    return Llama3Config(**shape | dict(max_seq_len=8) | more)
+def llama(seq_len=8, **more):
+    model = dict(vocab_size=8, n_layers=1, n_heads=8, n_kv_heads=8, d_model=64, d_ff=64)
+    return Config(
+        model=model | dict(type="llama3", max_seq_len=16) | more,
+        train=TrainConfig(steps=1, batch_size=2, seq_len=seq_len),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
 
 
 def test_a_model_that_does_not_divide_is_refused_with_the_fix():
-    check_model(llama(), Mesh)
+    check(llama(), Mesh)
     with pytest.raises(InputError) as error:
-        check_model(llama(n_kv_heads=4), Mesh)
+        check(llama(n_kv_heads=4), Mesh)
     assert str(error.value) == (
         "mesh.tensor=2 x mesh.context=4 does not divide model.n_kv_heads=4; set them to divisors of"
         " it and use mesh.fsdp for the other devices"
     )
     with pytest.raises(InputError, match=r"mesh.context=4 does not divide model.d_model=68; set"):
-        check_model(llama(d_model=68, d_head=8), Mesh)
+        check(llama(d_model=68, d_head=8), Mesh)
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_the_fix():
-    train = TrainConfig(steps=1, batch_size=2, seq_len=10)
     with pytest.raises(InputError, match=r"train.seq_len=10 is not a multiple of mesh.context=4;"):
-        check_batch(train, Mesh)
+        check(llama(seq_len=10), Mesh)

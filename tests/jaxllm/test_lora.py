@@ -97,7 +97,7 @@ def test_dropout_is_anew_each_step_and_the_same_in_recomputation():
     np.testing.assert_allclose(loss, again, rtol=1e-6)
     for name, g in found.items():
         np.testing.assert_allclose(g, recomputed[name], rtol=1e-4, atol=1e-6)
-    whole = trainer.whole(state.params, state.base)
+    whole = state.whole
     total, count = trainer.eval_step()(whole, trainer.put_batch(batch))
     plain, _ = gradients(trainer_of(dict(rank=4)), state, batch)
     np.testing.assert_allclose(total / count, plain, rtol=1e-6)

@@ -125,6 +125,17 @@ def test_a_token_does_not_affect_earlier_outputs(kind):
     assert (np.abs(before - after).max((0, 2))[13:] > 1e-3).all()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_what_pads_the_vocabulary_is_zero(kind):
+    model = create(tiny(kind, n_layers=1, vocab_size=300))
+    tables = [model.embedding.wte[...]]
+    tables += [] if model.head is None else [model.head.weight[...].T]
+    for table in tables:
+        assert table.shape[0] == 384
+        assert table[:300].all()
+        assert not table[300:].any()
+
+
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_padding_of_the_vocabulary_has_no_effect(kind):
     config = tiny(kind, n_layers=1)

@@ -79,7 +79,7 @@ def test_ten_steps_are_those_of_peft(tmp_path):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, stored["losses"], rtol=1e-4)
-    found = logits(trainer.graph, trainer.whole(state.params, state.base), stored["tokens"])
+    found = logits(trainer.graph, state.whole, stored["tokens"])
     np.testing.assert_allclose(found, stored["logits"], atol=2e-3)
     # And what is exported is what peft saved.
     weights.arrays = {n: np.asarray(p[...]) for n, p in named_params(state.params).items()}
@@ -113,7 +113,8 @@ def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
         mesh,
     )
     base, _ = load_base(weights.base, config, beside.abstract_base_params, mesh)
-    unmerged = beside.whole(weights.adapters(beside.abstract_params, mesh), base)
+    adapters = weights.adapters(beside.abstract_params, mesh)
+    unmerged = nnx.merge_state(adapters, base)
     expected = logits(beside.graph, unmerged, tokens)
     plain = nnx.eval_shape(lambda: create(weights.plain))
     graph, shapes = nnx.split(plain, nnx.Param)

@@ -134,8 +134,12 @@ def test_a_process_that_takes_long_to_abort_is_not_blamed(monkeypatch, capsys):
     monkeypatch.setattr(processes, "QUIET", 0.1)
     words = f"{processes.FATAL.decode()}: Failed to send RPC to coordination service"
     script = f"echo '{words}' >&2; sleep 0.7; kill -ABRT $$"
-    with subprocess.Popen(["sh", "-c", script], stderr=subprocess.PIPE) as child:
-        children = [processes._Child(child.pid, os.dup(child.stderr.fileno()))]
+
+    class Process(subprocess.Popen):
+        exitcode = property(subprocess.Popen.poll)
+
+    with Process(["sh", "-c", script], stderr=subprocess.PIPE) as child:
+        children = [processes._Child(child, os.dup(child.stderr.fileno()))]
         processes._wait(children)
     peers = io.StringIO(json.dumps(["process 0 (pid 5 on a)", f"process 1 (pid {child.pid} on b)"]))
     assert processes._report(children, peers) == 1

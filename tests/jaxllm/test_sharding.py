@@ -9,8 +9,8 @@ from eight_devices import BATCH, MESHES, SEQ, SHAPE, STEP_ROWS, WANTED, WIDTH
 from jax.sharding import AbstractMesh, AxisType
 from training_runs import devices_run
 
-from jaxllm.config import InputError, Llama3Config, MeshConfig, TrainConfig
-from jaxllm.sharding import AXES, check_batch, check_model, make_mesh, per_device
+from jaxllm.config import Config, InputError, MeshConfig
+from jaxllm.sharding import AXES, check, make_mesh, per_device
 
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
 # loss, and one for each input of its matmuls (llama3: q, k and v; gate; up).  On GPUs XLA adds the
@@ -173,12 +173,18 @@ class FourTensorDevices:
     shape = {"data": 1, "fsdp": 2, "context": 1, "tensor": 4}
 
 
-def test_more_tensor_devices_than_kv_heads_are_refused_with_the_fix():
-    model = Llama3Config(
-        vocab_size=8, n_layers=1, n_heads=8, n_kv_heads=2, d_model=64, d_ff=64, max_seq_len=8
+def llama(heads, d_model, d_ff, **train):
+    model = dict(type="llama3", vocab_size=200, n_layers=1, n_heads=heads[0], n_kv_heads=heads[1])
+    return Config(
+        model=model | dict(d_model=d_model, d_ff=d_ff, max_seq_len=8),
+        train=dict(steps=1, batch_size=8, seq_len=8) | train,
+        optimizer=dict(learning_rate=1e-3),
     )
+
+
+def test_more_tensor_devices_than_kv_heads_are_refused_with_the_fix():
     with pytest.raises(InputError) as error:
-        check_model(model, FourTensorDevices)
+        check(llama((8, 2), 64, 64), FourTensorDevices)
     assert "mesh.tensor=4 does not divide model.n_kv_heads=2" in str(error.value)
     assert "use mesh.fsdp for the other devices" in str(error.value)
 
@@ -190,15 +196,14 @@ def test_widths_that_the_tensor_axis_does_not_divide_are_refused(tensor, named):
     class Mesh:
         shape = dict(data=1, fsdp=1, context=1, tensor=tensor)
 
-    shape = dict(vocab_size=200, n_layers=1, n_heads=12, n_kv_heads=12, d_model=48, max_seq_len=8)
     with pytest.raises(InputError, match=f"mesh.tensor={tensor} does not divide model.{named}"):
-        check_model(Llama3Config(d_ff=66, **shape), Mesh)
+        check(llama((12, 12), 48, 66), Mesh)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    train = TrainConfig(steps=1, batch_size=12, seq_len=8, grad_accum=4)
+    config = llama((8, 8), 64, 64, batch_size=12, grad_accum=4)
     with pytest.raises(InputError, match=r"batch_size=12 is not a multiple of 2 devices"):
-        check_batch(train, FourTensorDevices)
+        check(config, FourTensorDevices)
 
 
 @pytest.mark.parametrize(("axes", "kind"), [(AXES, "Explicit"), (("data",), "Auto")])

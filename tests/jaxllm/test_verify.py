@@ -96,8 +96,9 @@ def test_a_bit_of_an_activation_is_found_and_the_update_is_not_made(faulty, mask
 @pytest.mark.parametrize(
     ("part", "between", "named"),
     [
-        (".copies[3]", False, "copies.3"),  # the first computation casts the copies anew
-        (".copies[3]", True, "copies.3"),
+        # The first computation casts the copies anew.
+        (".copies['blocks'][1]", False, "copies.blocks.1.attention.k.weight"),
+        (".copies['blocks'][1]", True, "copies.blocks.1.attention.k.weight"),
         (".mu['blocks'][1]", True, "opt_state.1.0.mu.blocks.1.attention.k.weight"),
         (".nu['embedding']", True, "opt_state.1.0.nu.embedding.wte"),
         (".params['norm']", True, "params.norm.weight"),
