@@ -349,11 +349,14 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
     page["tie_word_embeddings"] = tied(config)
     if config.type == "llama3":
-        scaling = config.rope_scaling
         page["head_dim"] = config.head_dim
-        page["rope_scaling"] = scaling and dict(rope_type="llama3", **scaling.model_dump())
-        if scaling and _LINEAR.items() <= page["rope_scaling"].items():
-            page["rope_scaling"] = dict(rope_type="linear", factor=scaling.factor)
+        scaling = config.rope_scaling and {
+            "rope_type": "llama3",
+            **config.rope_scaling.model_dump(),
+        }
+        if scaling and _LINEAR.items() <= scaling.items():
+            scaling = {"rope_type": "linear", "factor": scaling["factor"]}
+        page["rope_scaling"] = scaling
         if name.startswith("qwen"):
             page |= {"sliding_window": window, "use_sliding_window": window is not None}
             page |= {"max_window_layers": 0 if window else config.n_layers}
