@@ -350,13 +350,12 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     page["tie_word_embeddings"] = tied(config)
     if config.type == "llama3":
         page["head_dim"] = config.head_dim
-        scaling = config.rope_scaling and {
-            "rope_type": "llama3",
-            **config.rope_scaling.model_dump(),
-        }
-        if scaling and _LINEAR.items() <= scaling.items():
-            scaling = {"rope_type": "linear", "factor": scaling["factor"]}
-        page["rope_scaling"] = scaling
+        page["rope_scaling"] = None
+        if config.rope_scaling is not None:
+            scaling = config.rope_scaling.model_dump()
+            linear = dict(rope_type="linear", factor=scaling["factor"])
+            whole = dict(rope_type="llama3", **scaling)
+            page["rope_scaling"] = linear if _LINEAR.items() <= scaling.items() else whole
         if name.startswith("qwen"):
             page |= {"sliding_window": window, "use_sliding_window": window is not None}
             page |= {"max_window_layers": 0 if window else config.n_layers}
