@@ -212,12 +212,14 @@ def compile_autotuned(
     few: a step with the same matmuls and few blocks, which is compiled for the times instead.
     lowered: called once Python's part, tracing and lowering, is done, or a kept step is found.
     """
-    with ThreadPoolExecutor() as pool:
-        first = few or lower()
-        timed = pool.submit(_time_matmuls, first, timings) if timings else None
-        whole = lower() if few else first  # while XLA times matmuls
-        lowered()
-        pool.map(_compile, _kernels(whole))  # while XLA compiles the rest
+    kernels = ThreadPoolExecutor()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = few or lower()
+            timed = pool.submit(_time_matmuls, first, timings) if timings else None
+            whole = lower() if few else first  # while XLA times matmuls
+            lowered()
+            kernels.map(_compile, _kernels(whole))  # while XLA compiles the rest
         if not (timings and timed and timed.result()):
             return whole.compile()
         # The name is a part of the key of the compiled program, so all runs have the same.
@@ -228,6 +230,8 @@ def compile_autotuned(
                 write_new(shared, times)
                 named = shared
         return whole.compile({"xla_gpu_load_autotune_results_from": str(named)})
+    finally:  # a program from JAX's cache needs no kernel
+        kernels.shutdown(wait=False, cancel_futures=True)
 
 
 def _kernels(lowered: jax.stages.Lowered) -> list[bytes]:

@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -57,6 +58,17 @@ def cache(tmp_path, monkeypatch):
     yield tmp_path / "cache" / "jaxllm"
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
+
+
+def test_a_program_does_not_wait_for_its_kernels(monkeypatch):
+    """One from JAX's cache needs none."""
+    needed, compiled = threading.Event(), []
+    wait = lambda program: compiled.append(needed.wait(60))
+    monkeypatch.setattr(programs, "_kernels", lambda lowered: [b"first", b"second"])
+    monkeypatch.setattr(programs, "_compile", wait)
+    compile_autotuned(Step().lower, None)
+    assert not compiled
+    needed.set()
 
 
 def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
