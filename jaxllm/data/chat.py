@@ -12,8 +12,9 @@ from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
     "messages conversations prompt completion instruction input output system system_prompt tools"
-    " functions history label chat_template_kwargs role content from value tool_calls".split()
+    " functions history label chat_template_kwargs".split()
 )
+KEYS = "role", "content", "from", "value", "tool_calls"  # of a message
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
 }

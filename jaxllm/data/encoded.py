@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.data.cache import build_once, cache_folder, digest
-from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
+from jaxllm.data.chat import COLUMNS, KEYS, Refused, has_marks, render, text_key
 from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
@@ -61,8 +61,9 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
         raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
-    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest(), text=text_key(tokenizer))
-    page |= dict(marks=has_marks(tokenizer), key=key, written=writer.sha256.hexdigest())
+    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
+    page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
+    page["written"] = writer.sha256.hexdigest()
     write_json(folder / PREPARED[0], page)
 
 
@@ -71,7 +72,7 @@ def _rendered(
 ) -> Iterator[tuple[Record, tuple[str, list]]]:
     """Yields records with what `render` makes of them; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
-        for record in source.records(COLUMNS):
+        for record in source.records(COLUMNS, KEYS):
             try:
                 yield record, render(tokenizer, record.values, loss)
             except Refused as error:
@@ -152,8 +153,9 @@ class Encoded:
         share = page["with_loss"] / page["tokens"]
         by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
         whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
-        counts = [counted(page[f"{what}s"], what) for what in ("conversation", "token")]
-        text = f"{', '.join(counts)}, {share:.1%} with loss ({whose})"
+        text = counted(page["conversations"], "conversation") + ", "
+        text += f"{counted(page['tokens'], 'token')}, {share:.1%}"
+        text += f" with loss ({whose})"
         return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
 
     def describe_lengths(self) -> str:

@@ -92,9 +92,13 @@ class Source:
             if piece.text:
                 yield piece
 
-    def records(self, columns: Collection[str]) -> Iterator[Record]:
-        """Yields objects and rows; columns: read from parquet, and in no object twice."""
-        return self._each(partial(self._records, columns))
+    def records(self, columns: Collection[str], inner: Collection[str] = ()) -> Iterator[Record]:
+        """Yields objects and rows.
+
+        columns: are read from parquet.  No object of JSON lines may have one of them, or of `inner`
+            keys, twice.
+        """
+        return self._each(partial(self._records, columns, inner))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
         """What `read` yields for each file, `done` with the size of the files before it."""
@@ -104,7 +108,9 @@ class Source:
                 yield part._replace(done=before + part.done)
             before += path.stat().st_size
 
-    def _records(self, columns: Collection[str], name: str, path: Path) -> Iterator[Record]:
+    def _records(
+        self, columns: Collection[str], inner: Collection[str], name: str, path: Path
+    ) -> Iterator[Record]:
         with open_bytes(path) as (content, _):
             start = content.peek(512)[:512]
         table = start[:4] in _TABLES and self.kind in ("parquet", "chat")
@@ -115,7 +121,9 @@ class Source:
                 plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
                 then = "unpack it; " * (plain != path) + "to write JSON lines: "
                 raise InputError(f"{path} is CSV: {then}{_CSV.format(plain, mark)}")
-        return (_rows if table or self.kind == "parquet" else _lines)(name, path, columns)
+        if table or self.kind == "parquet":
+            return _rows(name, path, columns)
+        return _lines(name, path, {*columns, *inner})
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
@@ -149,7 +157,7 @@ class Source:
 
     def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
-        for document, where, values, done in self._records([column], name, path):
+        for document, where, values, done in self._records([column], (), name, path):
             text = values.get(column, 0)
             if isinstance(text, bytes):  # of parquet
                 try:
@@ -201,9 +209,11 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
 
 
 def _unique(columns: Collection[str], pairs: list[tuple[str, Any]]) -> dict:
-    names = [x for x, _ in pairs if x in columns] if len(found := dict(pairs)) < len(pairs) else []
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"an object has {twice!r} twice")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs if name in columns]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"an object has {twice!r} twice")
     return found
 
 
@@ -241,6 +251,8 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 yield Record(f"{name}:{number}", f"{path}: row {number}", values, done)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
+    except InputError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{path} is not a readable file of parquet or Arrow: {reason}") from error

@@ -74,9 +74,12 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     assert sorted(conversations_in(rows_of(named))) == sorted(both[1])
     assert "12 conversations" in data.description
     assert "left out 1 file" in data.description
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
-    with pytest.raises(InputError, match=r"d\.parquet has no column .*'completion' .*, only text"):
-        opened(config, path=str(folder))
+    for columns in ({"text": ["a"]}, {"role": ["user"], "content": ["a"]}):  # of a message
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "d.parquet")
+        only = f"only {', '.join(columns)}$"
+        match = rf"^\S+d\.parquet has no column .*'completion' .*'tools', {only}"
+        with pytest.raises(InputError, match=match):
+            opened(config, path=str(folder))
 
 
 def test_best_fit_wastes_little_and_is_deterministic():
