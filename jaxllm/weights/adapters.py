@@ -287,11 +287,13 @@ def write_peft(weights: AdapterWeights, folder: Path) -> None:
         about |= {} if known.step is None else {"base_step": str(known.step)}
     (folder / ARRAYS).write_bytes(save(found, about))
     page = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", inference_mode=True)
-    page |= dict(r=lora.rank, lora_dropout=lora.dropout, use_rslora=lora.rslora)
     page |= dict(
         base_model_name_or_path=str(base.folder.absolute()),
+        r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        lora_dropout=lora.dropout,
         target_modules=[name for name in targets(weights.config) if lora.adapts(name)],
+        use_rslora=lora.rslora,
         fan_in_fan_out=False,
     )
     (folder / PAGE).write_text(json.dumps(page, indent=2), encoding="utf-8")

@@ -236,11 +236,13 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
         held = f"; {others[0]} is neither" if others else unread_in(folder)
         raise InputError(f"{folder} holds no {SINGLE} and no {INDEX}{held}")
     listed = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(listed, dict) or {*map(type, listed.values())} != {str}:
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise InputError(f"{folder / INDEX} has no weight_map of file names")
     for name in listed.values():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise InputError(f"{folder / INDEX} names {name!r}, which is not in its folder")
+    if not listed:
+        raise InputError(f"{folder / INDEX} lists no tensor")
     return sorted(set(listed.values())), listed
 
 

@@ -273,7 +273,8 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta", fields["rope_theta"])
     rope.refuse_rest()
     found = dict(rope_theta=theta, rope_scaling=scaling)
-    if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:  # also by default
+    # null, or Llama's default
+    if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:
         found["n_kv_heads"] = fields["n_heads"]
     return found
 
