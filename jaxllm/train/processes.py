@@ -47,7 +47,7 @@ FATAL = b"the JAX distributed service detected fatal errors"  # in JAX's log bef
 def places(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What jax.distributed.initialize takes in each process that `jaxllm train` runs.
 
-    None: this process trains by itself.  {}: JAX finds the others in the cluster's environment.
+    Empty: this process trains by itself.  {}: JAX finds the others in the cluster's environment.
     """
     count = options.processes
     place = partial(dict, num_processes=count, cluster_detection_method="deactivate")

@@ -349,9 +349,9 @@ class Run:
     def _validate(self, step: int) -> float:
         """Mean validation loss per token, in nats."""
         train = self.config.train
-        total, count = 0.0, 0.0
+        total, count, whole = 0.0, 0.0, self.state.whole
         for batch in self.dataset.val_batches(train.batch_size, *self.part, train.eval_batches):
-            loss, n = self.evaluate(self.state.whole, self.trainer.put_batch(batch))
+            loss, n = self.evaluate(whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)
         return total / count
