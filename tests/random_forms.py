@@ -124,10 +124,9 @@ def wide(x):
     return np.asarray(x).astype(np.float64)
 
 
-def truths(call: Call, given: Arguments, cotangents, spacings):
-    """The truth, and for each of these relative spacings the errors of arguments so rounded."""
+def true_program(call: Call, given: Arguments):
+    """The truth of the floating arguments and the cotangents, for float64."""
     f = given.with_gradients(truth_of(call))
-    floats = [wide(given.leaves[i]) for i in given.floats]
 
     def run(floats, cotangents):
         leaves = list(given.leaves)  # integers stay NumPy arrays
@@ -135,10 +134,16 @@ def truths(call: Call, given: Arguments, cotangents, spacings):
             leaves[i] = a
         return f(leaves, cotangents)
 
+    return jax.jit(run)
+
+
+def truths(call: Call, given: Arguments, cotangents, spacings):
+    """The truth, and for each of these relative spacings the errors of arguments so rounded."""
+    floats = [wide(given.leaves[i]) for i in given.floats]
     rng = np.random.default_rng((*call.seed, 2))
     rounded = lambda eps: lambda x: x * (1 + eps * rng.uniform(-0.5, 0.5, x.shape))
     with jax.enable_x64(True), on_cpu(), np.errstate(all="ignore"):
-        program = jax.jit(run)
+        program = true_program(call, given)
         arguments = floats, jax.tree.map(wide, cotangents)
         truth = leaves_of(program(*arguments))
         errors = {eps: [np.zeros(t.shape) for t in truth] for eps in spacings}

@@ -9,7 +9,7 @@ import copy
 import jax
 import numpy as np
 from random_calls import Call
-from random_forms import Arguments, leaves_of, on_cpu, truth_of, wide
+from random_forms import Arguments, leaves_of, on_cpu, true_program, wide
 from random_memory import actual, results
 
 OTHERS = 0.37, -0.91  # what is added to the element
@@ -53,24 +53,16 @@ def lost(call: Call, given: Arguments, cotangents, names: list[str]) -> str | No
 
 def _dependent(call: Call, given: Arguments, cotangents, which: int, at) -> list[np.ndarray]:
     """For each result and gradient, whether its elements depend on this one."""
-    f = given.with_gradients(truth_of(call))
-
-    def run(floats):
-        leaves = list(given.leaves)  # integers stay NumPy arrays
-        for i, a in zip(given.floats, floats, strict=True):
-            leaves[i] = a
-        return f(leaves, jax.tree.map(wide, cotangents))
-
     floats = [wide(given.leaves[i]) for i in given.floats]
     place = given.floats.index(which)
     now = floats[place][at] if np.isfinite(floats[place][at]) else 0.0
     with jax.enable_x64(True), on_cpu(), np.errstate(all="ignore"):
-        program = jax.jit(run)
+        program, wide_cotangents = true_program(call, given), jax.tree.map(wide, cotangents)
         values = []
         for more in (0.0, *OTHERS):
             floats[place] = floats[place].copy()
             floats[place][at] = now + more
-            values.append(leaves_of(program(floats)))
+            values.append(leaves_of(program(floats, wide_cotangents)))
     before, *after = values
     least = [LEAST * np.abs(y[np.isfinite(y)]).max(initial=0) + 1e-9 for y in before]
     moves = lambda y, others, least: np.all([np.abs(y - other) > least for other in others], axis=0)
