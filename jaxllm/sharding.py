@@ -238,7 +238,9 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     """Constrains the sharding of an activation; does nothing on one device."""
     if one_device():
         return x
-    return jax.lax.with_sharding_constraint(x, P(*axes))
+    # In jit, as JAX would refuse an array that is on one device.
+    place = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+    return place(x, P(*axes))
 
 
 @partial(jax.jit, static_argnames=("shape", "axes"))

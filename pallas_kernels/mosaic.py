@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import dispatch, guard
-from pallas_kernels.options import promotions
+from pallas_kernels.options import own_settings
 
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
@@ -159,14 +159,14 @@ def rounded(x, dtype) -> jax.Array:
 
 
 @jax.custom_jvp
-@promotions()
+@own_settings()
 def plus(x, bias):
     """x + bias in x's dtype, or x; sums the gradient of a bias in float32, not in 16 bits."""
     return x if bias is None else x + bias.astype(x.dtype)
 
 
 @plus.defjvp
-@promotions()
+@own_settings()
 def _plus_jvp(primals, tangents):
     y, terms = plus(*primals), [t.astype(stat_dtype(t.dtype)) for t in tangents if t is not None]
     return y, functools.reduce(jnp.add, terms).astype(y.dtype)
@@ -205,7 +205,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
     def run(*refs):
         count = len(refs) - len(scratch)
-        with jax.enable_x64(False), promotions():  # indices are int32
+        with jax.enable_x64(False), own_settings():  # indices are int32
             body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__

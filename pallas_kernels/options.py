@@ -23,21 +23,25 @@ _WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where a
 
 
 @contextlib.contextmanager
-def promotions() -> Iterator[None]:
-    """A context in which jnp promotes ranks and dtypes, whatever the caller has forbidden.
+def own_settings() -> Iterator[None]:
+    """A context in which formulas may promote ranks and dtypes, and have infinities and constants.
 
-    The settings find mistakes in the caller's code; our formulas promote on purpose.
+    The caller may have forbidden this to find mistakes; our formulas do it on purpose.
     """
     with contextlib.ExitStack() as stack:
         if jax.config.jax_numpy_dtype_promotion != "standard":
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
         if jax.config.jax_numpy_rank_promotion != "allow":
             stack.enter_context(jax.numpy_rank_promotion("allow"))
+        if jax.config.jax_debug_infs:
+            stack.enter_context(jax.debug_infs(False))
+        if jax.config.jax_transfer_guard_host_to_device not in (None, "allow"):
+            stack.enter_context(jax.transfer_guard_host_to_device("allow"))
         yield
 
 
 class custom_vjp(jax.custom_vjp):
-    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
+    """`jax.custom_vjp` with rules under `own_settings`: JAX calls them after the op returned."""
 
     def __call__(self, *args, **options):
         of = lambda x: jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else set()
@@ -48,7 +52,7 @@ class custom_vjp(jax.custom_vjp):
         return super().__call__(*args, **options)
 
     def defvjp(self, fwd, bwd, *given, **options):
-        super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
+        super().defvjp(own_settings()(fwd), own_settings()(bwd), *given, **options)
 
 
 def with_gradient(forward: Callable, backward: Callable, nondiff_argnums=()) -> custom_vjp:
@@ -67,7 +71,7 @@ def checked[Op: Callable](op: Op) -> Op:
     weak types, which one form might round to another array's dtype, to strong ones.
 
     Raises ValueError, in one line, for an option of another type, a traced one included, and for
-    what is no array where one is due.  The op runs under `promotions`.
+    what is no array where one is due.  The op runs under `own_settings`.
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
@@ -79,7 +83,7 @@ def checked[Op: Callable](op: Op) -> Op:
         options = {name: to(name, x) for name, x in options.items()}
         given = *converted, *given[len(names) :]
         given, options = jax.tree.map(_of_jax, (given, options), is_leaf=_converts)
-        with promotions():
+        with own_settings():
             return op(*given, **options)
 
     # pyrefly: ignore[bad-return]

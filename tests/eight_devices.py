@@ -32,6 +32,7 @@ from jaxllm.config import (
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.layers import Linear
+from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.train.estimate import equations
 from jaxllm.train.process import set_xla_flags
@@ -243,6 +244,16 @@ def packed_layer(count: int) -> dict:
         return {"y": apply(params, x).tolist(), "collectives": re.findall("all-[a-z]+", text)}
 
 
+def outside(model: str) -> list[float]:
+    """The loss of a model that was made without a mesh: there, and without jit on each mesh."""
+    inputs, made = batch(), create(MODELS[model](**EXACT))
+    found = [float(made.loss(**inputs))]
+    for axes in ("data, fsdp", "context", "tensor"):
+        with jax.set_mesh(make_mesh(MeshConfig(**MESHES[axes]), jax.devices()[:4])):
+            found.append(float(made.loss(**inputs)))
+    return found
+
+
 if __name__ == "__main__":
     set_xla_flags(deterministic=False)  # as train.py does
     out = {f"{model}, {pack}": compare(model, pack) for model, pack in WANTED}
@@ -250,5 +261,6 @@ if __name__ == "__main__":
     out["steps"] = {mesh: steps("llama3", mesh, accum) for mesh, accum in cases}
     out["greedy"] = {mesh: greedy(mesh) for mesh in ("one", "data, tensor")}
     out["packed"] = {count: packed_layer(count) for count in (1, 4)}
+    out["outside"] = outside("llama3")
     out["kernels"] = kernel_shapes("data, fsdp, tensor")
     print(json.dumps(out))

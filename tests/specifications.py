@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.options import promotions
+from pallas_kernels.options import own_settings
 from pallas_kernels.quantized import formats, unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS
 
@@ -49,7 +49,7 @@ def store_rows(array, tile, batch, head, first, end):
     return {0: ((batch, slice(first, first + n), head), tile[:n, : array.shape[3]])}
 
 
-@promotions()
+@own_settings()
 def tile(block, bits, format, words, scales, offsets):
     words = jnp.stack([w.reshape(4, LANES, WORDS) for w in words], 1)
     steps = 1 if format == "2:4" else words.shape[1]
@@ -66,7 +66,7 @@ def tile(block, bits, format, words, scales, offsets):
     return w.astype(jnp.bfloat16)
 
 
-@promotions()
+@own_settings()
 def transposed(bits, format, words, scales, offsets):
     words = jnp.stack(words).reshape(len(words), -1, 1, LANES, WORDS)
     by_n = lambda rows: jnp.concatenate([by_column(s) for s in rows]).T
@@ -79,7 +79,7 @@ def by_column(scales):
     return scales.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
 
 
-@promotions()
+@own_settings()
 def dot(t, acc, x, words, scales):
     words = jnp.stack(words, 1).reshape(1, TURN, len(words), LANES, WORDS)
     w = formats.unpack(words, t.bits, t.format).reshape(TURN, t.step, COLUMNS)

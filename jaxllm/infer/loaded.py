@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
         ids = self.tokenizer.prompt(prompt)
         config = sampling(**self.tokenizer.sampling | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
-        with jax.set_mesh(None):  # the model is on one device, whatever mesh the caller has set
+        with jax.set_mesh(None), jax.transfer_guard("allow"):  # whatever the caller has set
             found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         text = Text(self.tokenizer, ids)
         for token in found:
@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
             raise InputError(
                 f"the text has {counted(len(ids), 'token')}; a score needs 2 to {most + 1}"
             )
-        with jax.set_mesh(None):
+        with jax.set_mesh(None), jax.transfer_guard("allow"):
             tokens = jnp.array([ids])
             return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
 
@@ -62,6 +62,6 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
         raise InputError(f"step={step} is of a run's checkpoint, and {path} holds no such")
     tokenizer = decode.open_tokenizer(weights)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), jax.transfer_guard("allow"):
         model = nnx.merge(*decode.load_model(weights, mesh))
     return Loaded(model, tokenizer, weights.config)

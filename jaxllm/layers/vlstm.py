@@ -18,6 +18,7 @@ from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
+from pallas_kernels.options import own_settings
 
 # (B, T, NH), or side by side on each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
 GATES = P(BATCH, "context", "tensor")
@@ -154,6 +155,7 @@ class VLSTMLayer(Layer):
         return h[:, None], state
 
 
+@own_settings()
 def soft_cap(z: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
     """cap tanh(z / cap), computed in float32 and returned in z's dtype."""
     return (cap * jnp.tanh(z.astype(jnp.float32) / cap)).astype(z.dtype)

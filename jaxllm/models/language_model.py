@@ -267,7 +267,7 @@ class LanguageModel(Layer):
             in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P()),
             out_specs=P(PARTS),
         )
-        return op(hidden, weight, labels, jnp.asarray(scale)).sum()
+        return op(hidden, weight, labels, scale).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations per token in the forward matmuls without parameters.

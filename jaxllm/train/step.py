@@ -23,7 +23,7 @@ from jaxllm.models.language_model import IGNORE
 from jaxllm.train import optim
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
-from pallas_kernels.options import promotions
+from pallas_kernels.options import own_settings
 from pallas_kernels.totals import summed
 
 NONE = nnx.State({})  # no copies, or no base
@@ -347,7 +347,7 @@ class Trainer:
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
         return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
 
-    @promotions()  # optax promotes dtypes
+    @own_settings()  # optax promotes dtypes
     def _updated(
         self, state: TrainState, loss: jax.Array, grads: nnx.State
     ) -> tuple[jax.Array, TrainState, dict]:

@@ -42,7 +42,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
-from pallas_kernels.options import checked, promotions
+from pallas_kernels.options import checked, own_settings
 
 Format = Literal["int", "fp8", "2:4"]
 COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
@@ -86,7 +86,7 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
-    @promotions()
+    @own_settings()
     def plain(self) -> "PlainWeight":
         """The weight for products in which x is quantised, too; each call unpacks it anew.
 

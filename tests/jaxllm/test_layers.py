@@ -93,6 +93,16 @@ def test_a_mesh_of_other_axes_is_refused_in_one_line():
             layer(jnp.ones((2, 3, 8)))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
+def test_models_run_without_jit_where_implicit_transfers_are_forbidden(kind):
+    """JAX refused the numbers of a cap of gates, and the loss's scale."""
+    model, tokens = create(tiny(kind)), jnp.arange(12).reshape(2, 6)
+    with jax.transfer_guard("disallow"):
+        loss = model.loss(tokens, tokens)
+        getattr(model.blocks[0], model.blocks[0].mixer)(model.embedding(tokens))
+    assert float(loss) > 0
+
+
 def test_what_would_silently_be_another_computation_is_refused():
     check = inspect.unwrap(Linear.check)  # without the type checks that only tests have
     for dtype in (jnp.int32, jnp.bool):  # to which the weights would be cast

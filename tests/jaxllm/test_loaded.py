@@ -96,6 +96,10 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         found = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
     assert found == right
     assert right[0] < 0
+    with jax.transfer_guard("disallow"), jax.debug_infs(True):
+        loaded = jaxllm.load(theirs)
+        found = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
+    assert found == right
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):

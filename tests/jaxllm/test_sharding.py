@@ -147,6 +147,12 @@ def test_greedy_text_is_the_same_on_four_devices(result):
     assert len({token for tokens in one for token in tokens}) > 8
 
 
+def test_a_model_made_without_a_mesh_runs_on_one_without_jit(result):
+    """JAX refuses to constrain an array that lies on one device outside jit."""
+    one, *others = result["outside"]
+    np.testing.assert_allclose(others, one, rtol=1e-5)
+
+
 @cases_where(lambda context: True)
 def test_fsdp_context_and_tensor_split_the_parameters(result, model, pack, mesh):
     parts = prod(MESHES[mesh][axis] for axis in ("fsdp", "context", "tensor"))

@@ -67,6 +67,26 @@ def test_the_kernels_lower(settings, name):
     jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
+FORBIDDEN = {
+    "infinities": lambda: jax.debug_infs(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+}
+
+
+@pytest.mark.parametrize("forbidden", FORBIDDEN)
+@pytest.mark.parametrize("name", ["attention", "rope", "cross_entropy", "encoder", "vlstm_gated"])
+def test_formulas_may_use_infinities_and_constants_without_jit(name, forbidden):
+    """JAX stopped at a masked logit, or at a number that is a constant of the formula."""
+    op, shapes, whole, *dtype = CASES[name]
+    arrays = [normal(i, shape[1:], *dtype) for i, shape in enumerate(shapes)]
+    whole = [jnp.asarray(x[0], jnp.int32) for x in whole]
+    if name == "rope":
+        op, arrays = ops.rope, [*arrays, jnp.arange(9)]
+    with FORBIDDEN[forbidden]():
+        y, pull = jax.vjp(lambda *a: op(*a, *whole, implementation="xla"), *arrays)
+        jax.block_until_ready((y, pull(y) if forbidden == "infinities" and name != "rope" else ()))
+
+
 # Calls whose gradients promote ranks or dtypes, which no case of small_calls does.
 IDS = jnp.arange(64) // 9
 F32 = jnp.float32
