@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import AbstractArray, Float
 
+from pallas_kernels.packed import Packed
+
 _SEQUENCES = (tuple, Sequence)
 _converts = lambda x: getattr(x, "__jax_array__", None) is not None  # as an nnx.Param does
 _WIDE = "bfloat16", "float16", "float32", "float64"  # other floats only where an op names them
@@ -28,15 +30,12 @@ def own_settings() -> Iterator[None]:
 
     The caller may have forbidden this to find mistakes; our formulas do it on purpose.
     """
+    ours = dict(numpy_dtype_promotion="standard", numpy_rank_promotion="allow")
+    ours |= dict(debug_infs=False, transfer_guard_host_to_device="allow")
     with contextlib.ExitStack() as stack:
-        if jax.config.jax_numpy_dtype_promotion != "standard":
-            stack.enter_context(jax.numpy_dtype_promotion("standard"))
-        if jax.config.jax_numpy_rank_promotion != "allow":
-            stack.enter_context(jax.numpy_rank_promotion("allow"))
-        if jax.config.jax_debug_infs:
-            stack.enter_context(jax.debug_infs(False))
-        if jax.config.jax_transfer_guard_host_to_device not in (None, "allow"):
-            stack.enter_context(jax.transfer_guard_host_to_device("allow"))
+        for name, value in ours.items():
+            if getattr(jax.config, f"jax_{name}") not in (None, value):
+                stack.enter_context(getattr(jax, name)(value))
         yield
 
 
@@ -146,6 +145,8 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
                 raise ValueError(f"{name} has length {len(x)}, not {len(elements)}")
         elif x is None and NoneType not in kinds:
             raise ValueError(f"{name} must be an array, not None")
+        elif isinstance(x, Packed) and Packed in classes:
+            check(f"{name}.array", x.array)
         elif of_element is not None and not arrays and x is not None:
             raise ValueError(f"{name} must be a tuple or list of arrays, not {_shown(x)}")
         elif not (isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)) or _converts(x)):

@@ -2,6 +2,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import slow
 from kernel_checks import ON_GPU, check_op, names_in, normal
@@ -96,6 +97,13 @@ def test_a_packed_array_that_does_not_fit_is_an_error():
     ):
         with pytest.raises(ValueError, match=message):
             attention(Packed(x, parts))
+    for array, message in (  # JAX's own errors have several lines
+        (np.zeros((1, 8, 192), object), r"^q\.array is object: cast it to bfloat16,"),
+        (np.zeros((1, 8, 192), ">f4"), r"^q\.array is >f4: cast it to bfloat16,"),
+        (jax.ShapeDtypeStruct((1, 8, 192), "float32"), r"^q\.array must be an array, not Shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(Packed(array, ((1, 64),) * 3))
     packed = Packed(x, ((5, 64), (2, 64), (2, 64)))
     with pytest.raises(ValueError, match="H=5 query heads are not a multiple of K=2"):
         attention(packed)
