@@ -91,6 +91,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         if (value := message.get(name)) not in (usual, None):
             raise InputError(f"{key}: {name}={value!r:.50} is not read; weight=0 means no loss")
     if message.get("role"):
+        if isinstance(calls := message.get("tool_calls"), str):
+            message = message | {"tool_calls": calls and _list("tool_calls", calls)}
         if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
         if (said := message.get("content")) != said:

@@ -27,6 +27,7 @@ from data_settings import flipped_byte
 
 from jaxllm.config import DataConfig
 from jaxllm.data import encoded
+from jaxllm.data.chat import Refused, conversation
 from jaxllm.data.command import main
 from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
@@ -259,6 +260,21 @@ def test_the_cache_knows_data_template_and_loss(config, tmp_path, monkeypatch):
 
 
 USER = {"role": "user", "content": "?"}
+
+
+def test_calls_may_be_json_text():
+    call = {"type": "function", "function": {"name": "now", "arguments": {"a": "\u00e9"}}}
+    said = lambda calls: conversation({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    assert said(json.dumps([call])) == said([call])
+    for empty in ("", "[]", [], None):
+        with pytest.raises(Refused, match="a message with neither content nor tool_calls"):
+            said(empty)
+    with pytest.raises(InputError, match="^tool_calls are not JSON: "):
+        said("now()")
+    with pytest.raises(InputError, match="^tool_calls={'a': 1} must be a list$"):
+        said('{"a": 1}')
+
+
 LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
 
 
