@@ -31,7 +31,7 @@ def _run(args: argparse.Namespace) -> None:
 
     writer = Writer(args)
     chat = Chat(args, writer)
-    writer.load()  # before anything is printed
+    writer.load(writer.tokenizer.chat_ends)  # before anything is printed
     ask = _line_reader()
     while True:
         try:
