@@ -41,10 +41,9 @@ _IN_FLIGHT = 8
 class RopeScaling(NamedTuple):
     """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
-    Wavelengths up to O / high_freq_factor stay the same, those over O / low_freq_factor grow by
-    `factor`, and those between are interpolated (O = original_max_position_embeddings); with an
-    attention_factor by the number of their pair, as in YaRN (Peng et al. 2023).  This factor of q
-    and k is left to attention's `scale`.
+    Wavelengths up to O / high_freq_factor stay, those over O / low_freq_factor grow by `factor`,
+    and others are interpolated (O: original_max_position_embeddings); with an attention_factor by
+    the number of their pair, as in YaRN (Peng et al. 2023).  Attention's `scale` applies it.
     """
 
     factor: float = 8.0

@@ -75,9 +75,7 @@ class Chat:
             elif word == "/system":
                 self.reset(rest.strip() or None)
             elif word.startswith("/"):
-                raise InputError(
-                    f"unknown command {word}; /reset, /system TEXT, Ctrl-D ends the chat"
-                )
+                raise InputError(f"unknown command {word}; /reset, /system TEXT, Ctrl-D to end")
             else:
                 self._answer(line)
         except InputError as error:

@@ -227,10 +227,8 @@ class Page:
     def only(self, key: str, *allowed) -> None:
         """Raises InputError unless the value is one of `allowed`; the first is the default."""
         if self.get(key, allowed[0]) not in allowed:
-            names = " or ".join(map(repr, allowed))
-            raise InputError(
-                f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
-            )
+            said = " or ".join(map(repr, allowed))
+            raise InputError(f"{self.path}: {key}={self.page[key]!r} is not supported; only {said}")
 
     def refuse_rest(self, free: Container[str] = (), fix: str = _REMOVE) -> None:
         """Raises InputError for a key that was not read, is not free, and may affect the result."""
@@ -264,9 +262,7 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     given = {key: rope.get(key, None) for key in (*keys, length)}
     rope.page["rope_type"] = rope.get("rope_type", rope.get("type", None))
     if rope.page["rope_type"] is None and given["factor"] not in (None, 1):
-        raise InputError(
-            f"{page.path}: rope_scaling has factor={given['factor']!r}, but no rope_type"
-        )
+        raise InputError(f"{rope.path} has factor={given['factor']!r}, but no rope_type")
     rope.only("rope_type", "default", "llama3", "linear", "dynamic", "yarn")
     kind, scaling = rope.page["rope_type"], {}
     if kind == "linear":
