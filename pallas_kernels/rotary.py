@@ -41,15 +41,16 @@ _IN_FLIGHT = 8
 class RopeScaling(NamedTuple):
     """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
-    Wavelengths up to original_max_position_embeddings / high_freq_factor stay the same, those over
-    original_max_position_embeddings / low_freq_factor grow by `factor`, and those between are
-    interpolated.
+    Wavelengths up to O / high_freq_factor stay, those over O / low_freq_factor grow by `factor`,
+    and others are interpolated (O: original_max_position_embeddings); with an attention_factor by
+    the number of their pair, as in YaRN (Peng et al. 2023).  Attention's `scale` applies it.
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float | None = None
 
 
 @checked
@@ -85,12 +86,16 @@ def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = No
         raise ValueError(f"theta={theta} must be more than 2^-30")
     freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
     if scaling is not None:
-        factor, low, high, original = scaling
+        factor, low, high, original, yarn = scaling
         if not factor > 2**-30:
             raise ValueError(f"factor={factor} must be more than 2^-30")
         if not low < high:
             raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
         keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: unchanged, 0: scaled
+        if yarn is not None:  # between whole pairs, even beyond the last one
+            turns = original / (2 * math.pi) * theta ** (-np.arange(0, 2 * d, 2) / d)
+            first, last = max((turns >= high).sum() - 1, 0), (turns[:-1] > low).sum()
+            keep = 1 - (np.arange(d // 2) - first) / (last - first or 0.001)
         keep = np.clip(keep, 0, 1)
         freq = (1 - keep) * freq / factor + keep * freq
     return freq.astype(np.float32)

@@ -26,6 +26,7 @@ LLAMA = dict(
 SCALING = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
 )
+YARN = dict(factor=4.0, original_max_position_embeddings=12, beta_fast=1.0, beta_slow=0.01)
 PUBLISHED = dict(  # config.json of Llama's relatives as published, but for the sizes
     vocab_size=67, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     hidden_size=16, intermediate_size=24, max_position_embeddings=48, hidden_act="silu",
@@ -47,8 +48,11 @@ RELATIVES = {
     "tinyllama": OF_LLAMA,
     "r1-distill-llama": OF_LLAMA
     | dict(rope_theta=500000.0, rope_scaling=SCALING | dict(rope_type="llama3")),
+    "yarn-llama-2": OF_LLAMA
+    | dict(rope_scaling=YARN | dict(rope_type="yarn", attention_factor=1.2)),
 }
-WEIGHTS = {"smollm2": "llama3_tied", "tinyllama": "llama3", "r1-distill-llama": "llama3"}
+WEIGHTS = {"smollm2": "llama3_tied"}
+WEIGHTS |= dict.fromkeys(("tinyllama", "r1-distill-llama", "yarn-llama-2"), "llama3")
 XLSTM = dict(  # xLSTM 7B's config.json as published, but for the sizes and eps
     add_embedding_dropout=False, add_forward_backend_padding=False, add_out_norm=True,
     add_post_blocks_norm=True, add_post_norm=False, add_qk_norm=False, use_bias=False,

@@ -61,16 +61,17 @@ def rope(r: Draw):
         r.one((t,), (b, t)), kind, "ids", (r.one(0, 0, -t, -(2**24)), r.one(t + 1, 2**15, 2**24))
     )
     theta = r.one(10000.0, 500000.0, 100.0, 1.0)
-    scaling = r.maybe(_scaling(r), 0.3)
+    scaling = r.maybe(_scaling(r, theta), 0.3)
     options = dict(theta=theta, scaling=scaling, layout=r.one("half", "half", "interleaved"))
     if r.odds(0.3):
         q, key = _packed(q, key, key), None
     return dict(q=q, k=key, positions=positions), options
 
 
-def _scaling(r: Draw) -> RopeScaling:
+def _scaling(r: Draw, theta: float) -> RopeScaling:
     low, high = r.one((1.0, 4.0), (1.0, 4.0), (0.5, 32.0))
-    return RopeScaling(r.one(8.0, 32.0, 1.0), low, high, r.one(8192, 8192, 64))
+    yarn = r.maybe(1.0, 0.3 * (theta > 1))
+    return RopeScaling(r.one(8.0, 32.0, 1.0), low, high, r.one(8192, 8192, 64), yarn)
 
 
 def _packed(*parts: A) -> Packed:
@@ -155,7 +156,8 @@ def decode_attention(r: Draw):
     arrays = dict(q=A((b, t, h, d), r.dtype), k=cache(), v=cache(), lengths=lengths)
     arrays |= dict(new=(key, key) if new else None, k_scale=scales(), v_scale=scales())
     if turned:
-        turned = dict(theta=r.one(10000.0, 500000.0), scaling=r.maybe(_scaling(r), 0.3))
+        theta = r.one(10000.0, 500000.0)
+        turned = dict(theta=theta, scaling=r.maybe(_scaling(r, theta), 0.3))
     return arrays, _attention(r, t, s) | (turned or {})
 
 

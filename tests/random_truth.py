@@ -72,9 +72,13 @@ def _turn(x, positions, theta, scaling, layout="half"):
     d = x.shape[-1]
     frequency = [theta ** (-2 * i / d) for i in range(d // 2)]
     if scaling is not None:
-        factor, low, high, original = scaling
+        factor, low, high, original, yarn = scaling
         for i, f in enumerate(frequency):
             share = (original * f / (2 * math.pi) - low) / (high - low)
+            if yarn is not None:
+                pair = lambda n: d / 2 * math.log(original / (2 * math.pi * n)) / math.log(theta)
+                first, last = max(math.floor(pair(high)), 0), min(math.ceil(pair(low)), d - 1)
+                share = 1 - (i - first) / (last - first or 0.001)
             share = min(1, max(0, share))
             frequency[i] = (1 - share) * f / factor + share * f
     positions = np.asarray(positions).astype(np.float32)

@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
                 if first and not overrides:
                     hint = f"write {first} {word}"
                 elif os.path.exists(word):
-                    hint = GLOB
+                    hint = f"write --out_dir {word}" if "--resume" in self.words else GLOB
                 raise InputError(f"unexpected argument {word}; {hint}")
             if "." not in key and self._meant(word):
                 self.error(f"unrecognized arguments: {word}")

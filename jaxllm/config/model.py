@@ -52,6 +52,9 @@ class RopeScaling(Section):
     original_max_position_embeddings: Count = Field(
         8192, description="O, the context length before scaling, in tokens"
     )
+    attention_factor: Positive | None = Field(
+        None, description="YaRN's factor of q and k; null: Llama 3.1's scaling"
+    )
 
     def model_post_init(self, _) -> None:
         if self.high_freq_factor <= self.low_freq_factor:

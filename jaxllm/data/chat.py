@@ -73,7 +73,7 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
     """A list, or one in JSON, as parquet often has it; more: what else the key takes."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = [] if value.strip() == "null" else json.loads(value)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{key} are not JSON: {error}") from error
     if not isinstance(value, list):
@@ -91,6 +91,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         if (value := message.get(name)) not in (usual, None):
             raise InputError(f"{key}: {name}={value!r:.50} is not read; weight=0 means no loss")
     if message.get("role"):
+        if isinstance(calls := message.get("tool_calls"), str):
+            message = message | {"tool_calls": (calls and _list("tool_calls", calls)) or None}
         if message.get("content") is None and not message.get("tool_calls"):
             raise Refused("a message with neither content nor tool_calls")
         if (said := message.get("content")) != said:

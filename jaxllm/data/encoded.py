@@ -58,7 +58,8 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
                 largest = max(largest, int(ids.max()))
     if not lengths:
         why = "it is empty" if not refused else describe_refused(refused)
-        raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
+        at = source.files[0][1].parent if source.files[1:] else source.files[0][1]
+        raise InputError(f"no conversation of {at} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
     page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())

@@ -31,7 +31,7 @@ def _run(args: argparse.Namespace) -> None:
 
     writer = Writer(args)
     chat = Chat(args, writer)
-    writer.load()  # before anything is printed
+    writer.load(writer.tokenizer.chat_ends)  # before anything is printed
     ask = _line_reader()
     while True:
         try:
@@ -75,9 +75,7 @@ class Chat:
             elif word == "/system":
                 self.reset(rest.strip() or None)
             elif word.startswith("/"):
-                raise InputError(
-                    f"unknown command {word}; /reset, /system TEXT, Ctrl-D ends the chat"
-                )
+                raise InputError(f"unknown command {word}; /reset, /system TEXT, Ctrl-D to end")
             else:
                 self._answer(line)
         except InputError as error:

@@ -47,9 +47,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     parser.option("--hellaswag FILE", "HellaSwag as JSON lines", among=what)
     parser.option("--tasks NAME,...", "tasks of lm-evaluation-harness", among=what)
-    parser.option(
-        "--batch_size N", "sequences per batch (default: the run's for the loss, else 16)"
-    )
+    parser.option("--batch_size N", "rows in a batch (default: the run's for the loss, else 16)")
     parser.option("--batches N", "for the loss: use only the first N batches")
     parser.option("--limit N", "for HellaSwag and tasks: use only the first N questions")
     parser.option("--shots N", "for tasks: solved examples before each question")
@@ -217,9 +215,7 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
         ) from e
     context = _clean(context)
     if len(endings) != ENDINGS or not all(endings) or not context or label not in range(ENDINGS):
-        raise InputError(
-            f"{where}: needs a context, {ENDINGS} endings and a label from 0 to {ENDINGS - 1}"
-        )
+        raise InputError(f"{where}: needs ctx, {ENDINGS} endings, a label from 0 to {ENDINGS - 1}")
     return context, endings, label
 
 

@@ -108,10 +108,10 @@ def _run(args: argparse.Namespace) -> None:
         except InputError as e:
             raise InputError(f"prompt {n + 1}: {e}" if len(texts) > 1 else str(e)) from e
         prompts.append(ids)
-    writer.load()  # before anything is printed
     ends, shown = tokenizer.ends, texts
     if chats is not None:
         ends, shown = tokenizer.chat_ends, [""] * len(texts)
+    writer.load(ends)  # before anything is printed
     total = len(prompts) * args.samples
     size = min(args.batch_size, total)
     if total == 1:

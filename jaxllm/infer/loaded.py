@@ -1,5 +1,6 @@
 """A trained model for Python code: `jaxllm.load`."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.config import MeshConfig, ModelConfig, sampling
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.infer import decode
 from jaxllm.infer.writer import Text
 from jaxllm.models.language_model import LanguageModel
@@ -52,7 +53,10 @@ class Loaded(NamedTuple):
             )
         with jax.set_mesh(None), jax.transfer_guard("allow"):
             tokens = jnp.array([ids])
-            return -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
+            score = -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
+        if not math.isfinite(score):
+            raise RunError("the model's logits are not finite: load another checkpoint")
+        return score
 
 
 def load(path: str | Path, step: int | None = None) -> Loaded:

@@ -36,9 +36,7 @@ class Scorer:
         """
         most, longest = self.most, max((count for _, count in rows), default=0)
         if most is not None and longest > most:
-            raise InputError(
-                f"a text to score has {longest} tokens, more than model.max_seq_len={most}"
-            )
+            raise InputError(f"a text has {longest} tokens, more than model.max_seq_len={most}")
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         # Sorted by length, so that batches have little padding; the longest come first, so that
         # a lack of memory shows at once.

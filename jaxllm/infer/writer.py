@@ -41,14 +41,14 @@ class Writer:
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.speed = Speed(decode.block_size())
 
-    def load(self) -> None:
-        """Loads the model, before the first text; prints to stderr how a text begins and ends."""
+    def load(self, ends: Iterable[int]) -> None:
+        """Loads the model, before the first text; prints to stderr how a text begins and `ends`."""
         with jax.set_mesh(self._mesh):
             graph, params = decode.load_model(self._weights, self._mesh)
             dtype = self._weights.config.compute_dtype
             params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
         self._stream = partial(decode.stream_tokens, graph, params, float8_cache=self._float8)
-        print(self.tokenizer.describe(), file=sys.stderr)
+        print(self.tokenizer.describe(ends), file=sys.stderr)
 
     def write(
         self,

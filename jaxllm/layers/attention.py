@@ -28,7 +28,7 @@ class Attention(Layer):
     bias: all four projections have biases; qkv_bias: only q, k and v do.
     qk_norm: epsilon of an RMS norm of every q and k head before RoPE; None: no norm.
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
-    rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.
+    rope_scaling: Llama 3.1's scaling of the frequencies, or YaRN's, a RopeScaling or None.
     window: number of keys that a query sees, with the query's own; None: all up to its own.
     softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
     linear: makes the layers, like Linear; Llama's names of matrices are passed as `name`.
@@ -70,6 +70,8 @@ class Attention(Layer):
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        factor = rope_scaling and rope_scaling.attention_factor
+        self.scale = factor and factor**2 / head_dim**0.5
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
     def __call__(
@@ -161,7 +163,7 @@ class Attention(Layer):
         return rope(q, k, positions, **options, implementation=self.implementation)
 
     def _mix(self, q, k=None, v=None, **options) -> Any:
-        options |= dict(window=self.window, softcap=self.softcap)
+        options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
         return attention(q, k, v, **options, implementation=self.implementation)
 
     def _by_head(self, qkv):
@@ -185,6 +187,7 @@ class Attention(Layer):
                 **dict(zip(("k_scale", "v_scale"), scales, strict=False)),
                 window=self.window,
                 softcap=self.softcap,
+                scale=self.scale,
                 theta=self.rope_theta,
                 scaling=self.rope_scaling,
                 # None, even where training asks for kernels, because this kernel has other limits.

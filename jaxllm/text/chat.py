@@ -60,13 +60,14 @@ def render(
 
     Raises InputError with what the template complains about.
     """
+    listed = dict(messages=messages, tools=variables.get("tools") or [])
+    for name, given in listed.items():
+        if not (isinstance(given, list | tuple) and all(isinstance(x, dict) for x in given)):
+            raise InputError(f"{name} must be a list of objects (JSON), not {given!r:.50}")
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     for i, message in enumerate(messages):  # templates read thoughts under the first two names
         if thoughts := [message[key] for key in _THOUGHTS if key in message]:
             messages[i] = {"thinking": thoughts[0]} | message | {_THOUGHTS[0]: thoughts[0]}
-    tools = variables.get("tools") or []
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise InputError(f"tools must be a list of objects (JSON schemas), not {tools!r:.50}")
     parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
     page = {"documents": None} | variables
     shown = lambda messages: _compiled(template).render(page | {"messages": messages})

@@ -283,9 +283,7 @@ def ids(value: int | list[int] | None) -> list[int]:
 
 def beside(folder: Path) -> list[str]:
     """Names of the files in which a folder describes its text, except the tokenizer.json."""
-    more = [
-        f"{path.parent.name}/{path.name}" for path in folder.glob("additional_chat_templates/*")
-    ]
+    more = [f"{x.parent.name}/{x.name}" for x in folder.glob("additional_chat_templates/*")]
     return [x for x in (*COMPANIONS, GENERATION, IDS, *sorted(more)) if (folder / x).is_file()]
 
 

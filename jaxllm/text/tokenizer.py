@@ -133,15 +133,16 @@ class Tokenizer:
         page = json.loads(self._library.to_str())
         return {key: page[key] for key in page if key not in (*_UNRELATED, *without)}
 
-    def describe(self) -> str:
-        """What begins and ends a text, in a line."""
-        before, ends = (list(map(self._name, x)) for x in (self._before, sorted(self.ends)))
+    def describe(self, ends: Iterable[int] | None = None) -> str:
+        """What begins and ends a text, in a line; ends: other ids that end it, as `chat_ends`."""
+        stops = sorted(self.ends if ends is None else ends)
+        before, names = (list(map(self._name, x)) for x in (self._before, stops))
         begins = f"text: begins with {' '.join(before)}" if before else "text: has no first token"
         if self._beyond:
             beyond = ", ".join(sorted(self._beyond))
             begins += f" ({beyond} is beyond the {self.vocab_size} entries, so not used)"
-        if ends:
-            return f"{begins}, ends at {' or '.join(ends)}"
+        if names:
+            return f"{begins}, ends at {' or '.join(names)}"
         fix = "names a token that ends it: data.end_token or --stop can"
         return f"{begins}; no file beside {self.path} {fix}"
 

@@ -230,9 +230,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     checksum, step = about.get("base_checksum"), about.get("base_step")
     base = _open_base(folder, path, int(step) if step else None, open_weights)
     if base.config.type != "llama3":
-        raise InputError(
-            f"{folder}: adapters of a {base.config.type} are not supported, only Llama's"
-        )
+        raise InputError(f"{folder}: adapters of a {base.config.type} are not read, only Llama's")
     known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
     adapted = {known[name][1] for name in stored if name in known}
     wanted = {theirs for theirs, (_, target) in known.items() if target in adapted}

@@ -33,10 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.option("out OUT", "the folder to create")
     parser.option("--step N", "step of the checkpoint of a run to convert (default: the newest)")
     parser.option("--dtype float32|bfloat16", "of tensors to write (default: float32, lossless)")
-    parser.option(
-        "--merge",
-        "add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
-    )
+    parser.option("--merge", "add a run's adapters to its weights (default dtype: bfloat16)")
     formats = "|".join(FORMATS)
     parser.option(f"--quantize {formats}", "pack the weights in this format")
     parser.option(

@@ -133,9 +133,7 @@ class HuggingFaceWeights:
                     f" {self.config.type} has no head of its own: with tie_word_embeddings=true"
                     " remove the tensor"
                 )
-            _note(
-                f"{self.folder}: {HEAD} differs from the embedding, so tie_word_embeddings is false"
-            )
+            _note(f"{self.folder}: {HEAD} differs from the embedding: tie_word_embeddings=false")
             self.config = self.config.model_copy(update={"tie_embeddings": False})
         wanted = {place.name: place.shape(self.config) for place in places(self.config)}
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._stored}
@@ -161,9 +159,7 @@ class HuggingFaceWeights:
             )
         for name in wanted:
             if (dtype := self._slice(name).get_dtype()) not in _READABLE:
-                raise InputError(
-                    f"{self.folder}: {name} is {dtype}, not one of {', '.join(_READABLE)}"
-                )
+                raise InputError(f"{self.folder}: {name} is {dtype}, not {' or '.join(_READABLE)}")
 
     def _head_is_embedding(self, name: str) -> bool:
         head, table = self._slice(HEAD), self._slice(name)

@@ -4,7 +4,9 @@ A setting is applied or refused by name.  A key that nothing here reads is refus
 value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not affect the result.
 """
 
+import math
 import re
+import sys
 from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +151,7 @@ _HARMLESS = re.compile(
     r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|\w+_backend_name"
-    r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert|mlstm_round\w+"
+    r"|finetuned|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert|mlstm_round\w+"
 )
 
 
@@ -225,10 +227,8 @@ class Page:
     def only(self, key: str, *allowed) -> None:
         """Raises InputError unless the value is one of `allowed`; the first is the default."""
         if self.get(key, allowed[0]) not in allowed:
-            names = " or ".join(map(repr, allowed))
-            raise InputError(
-                f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
-            )
+            said = " or ".join(map(repr, allowed))
+            raise InputError(f"{self.path}: {key}={self.page[key]!r} is not supported; only {said}")
 
     def refuse_rest(self, free: Container[str] = (), fix: str = _REMOVE) -> None:
         """Raises InputError for a key that was not read, is not free, and may affect the result."""
@@ -244,6 +244,8 @@ class Page:
 
 # Llama 3.1's scaling where no wavelength is short: position interpolation (Chen et al. 2023).
 _LINEAR = {"low_freq_factor": 1e29, "high_freq_factor": 1e30}
+_YARN = {"factor": ("factor", 0), "attention_factor": ("attention_factor", 0)}
+_YARN |= {"low_freq_factor": ("beta_slow", 1), "high_freq_factor": ("beta_fast", 32)}
 
 
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
@@ -260,19 +262,25 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     given = {key: rope.get(key, None) for key in (*keys, length)}
     rope.page["rope_type"] = rope.get("rope_type", rope.get("type", None))
     if rope.page["rope_type"] is None and given["factor"] not in (None, 1):
-        raise InputError(
-            f"{page.path}: rope_scaling has factor={given['factor']!r}, but no rope_type"
-        )
-    rope.only("rope_type", "default", "llama3", "linear")
-    scaling = None
-    if rope.page["rope_type"] == "linear":
+        raise InputError(f"{rope.path} has factor={given['factor']!r}, but no rope_type")
+    rope.only("rope_type", "default", "llama3", "linear", "dynamic", "yarn")
+    kind, scaling = rope.page["rope_type"], {}
+    if kind == "linear":
         scaling = _LINEAR | {"factor": rope.need("factor")}
-    elif rope.page["rope_type"] == "llama3":
+    elif kind == "dynamic":
+        most = f"max_position_embeddings={fields['max_seq_len']}, our limit"
+        print(f"note: {rope.path}: dynamic has no effect up to {most}", file=sys.stderr)
+    elif kind == "yarn":
+        rope.only("truncate", True)
+        usual = 0.1 * math.log(max(1, rope.number("factor"))) + 1
+        scaling = {ours: rope.get(key, 0) or x or usual for ours, (key, x) in _YARN.items()}
+    elif kind == "llama3":
         scaling = {key: rope.need(key) for key in keys}
+    if kind in ("llama3", "yarn"):
         scaling[length] = page.get(length, given[length] or fields["max_seq_len"])
     theta = rope.get("rope_theta", fields["rope_theta"])
     rope.refuse_rest()
-    found = dict(rope_theta=theta, rope_scaling=scaling)
+    found = dict(rope_theta=theta, rope_scaling=scaling or None)
     # null, or Llama's default
     if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:
         found["n_kv_heads"] = fields["n_heads"]
@@ -353,10 +361,12 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         page["head_dim"] = config.head_dim
         page["rope_scaling"] = None
         if config.rope_scaling is not None:
-            scaling = config.rope_scaling.model_dump()
-            linear = dict(rope_type="linear", factor=scaling["factor"])
-            whole = dict(rope_type="llama3", **scaling)
-            page["rope_scaling"] = linear if _LINEAR.items() <= scaling.items() else whole
+            scaling, rope = config.rope_scaling.model_dump(exclude_none=True), "llama3"
+            if "attention_factor" in scaling:
+                rope, scaling = "yarn", {_YARN.get(x, (x,))[0]: scaling[x] for x in scaling}
+            elif _LINEAR.items() <= scaling.items():
+                rope, scaling = "linear", {"factor": scaling["factor"]}
+            page["rope_scaling"] = dict(rope_type=rope, **scaling)
         if name.startswith("qwen"):
             page |= {"sliding_window": window, "use_sliding_window": window is not None}
             page |= {"max_window_layers": 0 if window else config.n_layers}

@@ -146,7 +146,9 @@ def _near(directory: Path) -> str:
     """The end of an error that names a folder of weights around or inside a path, or ""."""
     path = directory.absolute()
     runs = [x for x in list(path.parents)[:3] if path.is_relative_to(x / "checkpoints")]
-    inside = [*sorted(path.glob("*")), *sorted(path.glob("snapshots/*"))]  # the Hub's cache
+    main = [x.read_bytes() for at in (path, path.parent) for x in at.glob("refs/main")]
+    inside = [*path.glob("*"), *path.glob("snapshots/*")]  # the last, and refs: the Hub's cache
+    inside.sort(key=lambda x: (x.name.encode() not in main, x))
     pages = (PAGE, adapters.PAGE, "config.json", "params.json", "config.yaml")
     holds = lambda folder: any((folder / name).is_file() for name in pages)
     return next((f"; name {x}" for x in (*runs, path.parent, *inside) if holds(x)), "")

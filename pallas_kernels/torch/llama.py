@@ -54,7 +54,7 @@ def _rope(config) -> dict[str, Any]:
     options: dict[str, Any] = {"theta": float(given.get("rope_theta") or config.rope_theta)}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "llama3":
-        options["scaling"] = pk.RopeScaling(**{x: given[x] for x in pk.RopeScaling._fields})
+        options["scaling"] = pk.RopeScaling(**{x: given[x] for x in pk.RopeScaling._fields[:4]})
     elif kind != "default":
         raise ValueError(f"rope of type {kind!r}: our kernel has 'default' and 'llama3'")
     return options

@@ -20,6 +20,7 @@ from jaxllm.text import Tokenizer
 from jaxllm.text.chat import render
 
 TOKENIZER = Tokenizer(FOLDER / "llama3")
+END = "<|end_of_text|>"
 EOM, EOT = (TOKENIZER.special[f"<|{name}|>"] for name in ("eom_id", "eot_id"))
 WEIGHTS = dict(text=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespace(end_token=None)))
 
@@ -83,9 +84,14 @@ def test_the_folders_settings_hold_where_no_option_is_given(model, monkeypatch, 
     folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
     weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})
     monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 295}')
+    command = f"--checkpoint {tmp_path} --tokens 9 --prompt Hi".split()
+    for more, ends in ((["--chat"], f"{END} or <|eot_id|>"), ([], END)):  # says what ends it
+        model.answers.append(("a", None))
+        assert generate.main([*command, *more]) == 0
+        assert f", ends at {ends}\n" in capsys.readouterr().err
     page = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "min_length": 2}
     (folder / "generation_config.json").write_text(json.dumps(page))
-    command = f"--checkpoint {tmp_path} --tokens 9 --prompt Hi".split()
     for given, right in (("", (0.5, 3, 1.0)), ("--temperature 0.8 --top_p 0.9", (0.8, 3, 0.9))):
         model.answers.append(("a", None))
         assert generate.main([*command, *given.split()]) == 0

@@ -27,6 +27,7 @@ from data_settings import flipped_byte
 
 from jaxllm.config import DataConfig
 from jaxllm.data import encoded
+from jaxllm.data.chat import Refused, conversation
 from jaxllm.data.command import main
 from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
@@ -259,6 +260,25 @@ def test_the_cache_knows_data_template_and_loss(config, tmp_path, monkeypatch):
 
 
 USER = {"role": "user", "content": "?"}
+
+
+def test_calls_may_be_json_text():
+    call = {"type": "function", "function": {"name": "now", "arguments": {"a": "\u00e9"}}}
+    said = lambda calls: conversation({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    assert said(json.dumps([call])) == said([call])
+    answer = {"role": "assistant", "content": "a"}
+    for empty in ("", "[]", "null"):  # a template may ask whether the key is there
+        messages = json.dumps([answer | {"tool_calls": empty}])
+        assert conversation({"messages": messages})[0] == [answer | {"tool_calls": None}]
+    for empty in ("", "[]", "null", [], None):
+        with pytest.raises(Refused, match="a message with neither content nor tool_calls"):
+            said(empty)
+    with pytest.raises(InputError, match="^tool_calls are not JSON: "):
+        said("now()")
+    with pytest.raises(InputError, match="^tool_calls={'a': 1} must be a list$"):
+        said('{"a": 1}')
+
+
 LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
 
 
@@ -274,7 +294,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"instruction": "Q", "output": "A", "history": [["q", "a"]]}], {}, "history is not read"),
         ([{"messages": pair("Q", "A"), "functions": [{"name": "f"}]}], {}, "functions is not read"),
         ([{"messages": pair("Q", "A"), "tools": {"a": 1}}], {}, r"tools={'a': 1} must be a list$"),
-        ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
+        ([{"messages": []}], {"loss": "all"}, r"of \S+/a.jsonl can be .*: 1 refused, no m"),
         ([{"messages": [{"role": "user", "value": "Q"}]}], {}, "1 refused, a message with neither"),
         ([{"messages": [{"role": "assistant", "tool_calls": []}]}], {}, "1 refused, a message wi"),
         (

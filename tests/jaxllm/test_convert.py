@@ -185,7 +185,7 @@ BAD = {
     "type": (None, {"hidden_size": "16"}, "hidden_size='16': must be a whole number"),
     "NaN": (edited(**{QUERY: np.full((32, 16), np.nan, np.float32)}), {}, f"{QUERY} holds nan"),
     "null": (None, {"num_attention_heads": None}, "num_attention_heads"),
-    "rope": (None, {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+    "rope": (None, {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     "model": (None, {"model_type": "gemma2"}, "gemma2"),
     "relative": (None, {"model_type": "qwen2"}, "q_proj.bias"),
 }

@@ -1,6 +1,7 @@
 """Hugging Face folders are read as by transformers; each setting is applied or refused."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from huggingface_folders import (
     PAGES,
     RELATIVES,
     SCALING,
+    YARN,
     fixture,
     folder_of,
     meta_folder,
@@ -58,7 +60,10 @@ REFUSED = {
     "llama3": [
         dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
         dict(rope_scaling={"type": "linear"}), dict(rope_scaling={"factor": 2.0}),
-        dict(rope_scaling=DYNAMIC), dict(rope_scaling={"full_attention": ROTARY}),
+        dict(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "rope_type": "yarn"}),
+        dict(rope_scaling=YARN | {"truncate": False, "rope_type": "yarn"}),
+        dict(rope_scaling={"rope_type": "longrope", "long_factor": [2.0] * 4}),
+        dict(rope_scaling={"full_attention": ROTARY}),
         dict(rope_scaling=ROTARY | {"attention_factor": 0.5}), dict(partial_rotary_factor=0.5),
         dict(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
         dict(sliding_window=16), dict(logit_scale=0.5), dict(num_local_experts=8),
@@ -68,7 +73,7 @@ REFUSED = {
         dict(transformers_weights="other.safetensors"), dict(tie_word_embeddings="no"),
         dict(tie_word_embeddings=None, model_type="qwen2_moe"), dict(is_causal=False),
     ],
-    "qwen2": [dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), dict(attention_bias=True)],
+    "qwen2": [dict(rope_scaling={"rope_type": "yarn"}), dict(attention_bias=True)],
     "qwen3": [dict(attention_bias=True), dict(num_experts=8), dict(mlp_bias=True)],
     "gpt2": [
         dict(activation_function="gelu"), dict(scale_attn_weights=False), dict(n_inner=0),
@@ -95,7 +100,7 @@ def test_settings_are_applied_as_by_transformers():
     plain = LLAMA | dict(rope_theta=500.0)
     llama = lambda **page: model_config(plain | page, Path("config.json"))
     scaled = llama(rope_scaling=ROTARY)
-    assert scaled.rope_scaling.model_dump() == SCALING
+    assert scaled.rope_scaling.model_dump(exclude_none=True) == SCALING
     old = {"type" if key == "rope_type" else key: x for key, x in ROTARY.items()}
     assert llama(rope_scaling=old) == scaled
     assert llama(rope_parameters=ROTARY) == scaled
@@ -124,6 +129,21 @@ def test_linear_scaling_divides_every_frequency():
     assert page["rope_scaling"] == LINEAR
     assert model_config(page, Path("config.json")) == config
     assert read("llama3", rope_scaling={"type": "linear", "factor": 2}) == config
+
+
+def test_yarn_has_the_defaults_of_transformers_and_dynamic_is_plain(capsys):
+    usual = {"type": "yarn", "factor": 4.0, "finetuned": True}
+    found = read("llama3", rope_scaling=usual).rope_scaling.model_dump()
+    assert found.pop("attention_factor") == pytest.approx(0.1 * np.log(4) + 1)
+    expected = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=32.0)
+    assert found == expected | dict(original_max_position_embeddings=48)
+    whole = dict(beta_fast=None, beta_slow=0, truncate=True, original_max_position_embeddings=48)
+    assert read("llama3", rope_scaling=usual | whole) == read("llama3", rope_scaling=usual)
+    assert capsys.readouterr().err == ""
+    plain = read("llama3", rope_parameters=None)
+    assert read("llama3", rope_parameters=None, rope_scaling=DYNAMIC) == plain
+    note = "note: config.json: rope_scaling: dynamic has no effect up to max_position_embeddings=48"
+    assert capsys.readouterr().err == f"{note}, our limit\n"
 
 
 @pytest.mark.parametrize("name", RELATIVES)
@@ -272,6 +292,10 @@ def test_which_files_count(tmp_path, capsys):
 
 def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
     folder = folder_of(tmp_path / "models--a--b/snapshots/0f", "llama3")
+    two = shutil.copytree(folder, tmp_path / "models--a--two/snapshots/1f")
+    shutil.copytree(folder, two.parent / "0f")
+    (two.parents[1] / "refs").mkdir()
+    (two.parents[1] / "refs/main").write_text("1f")
     run = tmp_path / "run"
     (run / "checkpoints/6/state").mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -280,6 +304,8 @@ def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
         (folder / "model.safetensors", folder),
         (tmp_path / "models--a--b", folder),  # the Hub's cache
         (folder.parent, folder),
+        (two.parents[1], two),  # its newest snapshot
+        (two.parent, two),
         (run / "checkpoints/6/state", run),
         (tmp_path / "none", None),
     ):

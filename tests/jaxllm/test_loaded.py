@@ -18,7 +18,7 @@ from loaded_models import logits
 
 import jaxllm
 import jaxllm.layers
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.layers import Attention, Linear
 from jaxllm.models import MODELS
 from jaxllm.weights import convert
@@ -100,6 +100,10 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         loaded = jaxllm.load(theirs)
         found = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
     assert found == right
+    norm = loaded.model.norm.weight
+    norm[...] = norm[...] * jnp.nan
+    with pytest.raises(RunError, match="^the model's logits are not finite: load another"):
+        loaded.score("ab")
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):

@@ -226,6 +226,9 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
         folder_of(tmp_path / "c", tokenizer_config=page).chat(messages)
     with pytest.raises(InputError, match=r"tools must be a list of objects .*, not \['{}'\]$"):
         tokenizer.chat(messages, tools=["{}"])
+    for wrong in ("Hi", messages[0], None, ["Hi"], [messages]):
+        with pytest.raises(InputError, match=r"^messages must be a list of objects \(JSON\), not "):
+            tokenizer.chat(wrong)
     bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
     for template in bad:
         (tmp_path / "b" / "chat_template.jinja").write_text(template)

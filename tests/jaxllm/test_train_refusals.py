@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--steps", "3"], "key steps; did you mean train.steps?"),
         (["--config", "nothing"], "no configuration nothing"),
         (["--resume"], "--resume needs --out_dir"),
+        (["--resume", "/tmp"], "unexpected argument /tmp; write --out_dir /tmp"),
         (["--config", "llama3_small", "--train.step", "3"], "did you mean train.steps?"),
         (["--config", "llama3_small", "--train.steps"], "--train.steps needs a value"),
         (["--config", "llama3_small", "--train.steps", "--train.seed", "1"], "needs a value"),

@@ -81,6 +81,33 @@ def test_scaled_frequencies_are_those_of_llama3_in_transformers(d, factor):
     assert (~kinds["kept"] & ~kinds["divided"]).any()  # some are in between
 
 
+@pytest.mark.parametrize(
+    ("d", "theta", "scaling"),
+    [
+        (128, 1e6, RopeScaling(4.0, 1.0, 32.0, 32768, 1.139)),  # as Qwen2.5's
+        (128, 1e4, RopeScaling(16.0, 1.0, 32.0, 4096, 1.0)),
+        (64, 5e5, RopeScaling(8.0, 0.5, 2.5, 512, 0.7)),
+        (16, 1e4, RopeScaling(40.0, 1.0, 32.0, 32, 1.4)),
+    ],
+)
+def test_frequencies_with_an_attention_factor_are_yarn_s(d, theta, scaling):
+    """Computes transformers' rope_type="yarn" with its logarithms."""
+    factor, slow, fast, original, _ = scaling
+    pair = lambda n: d * math.log(original / (n * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), d - 1)
+    expected = []
+    for i in range(d // 2):
+        ramp = min(1, max(0, (i - low) / (high - low)))
+        inv_freq = theta ** (-2 * i / d)
+        expected.append(inv_freq / factor * ramp + inv_freq * (1 - ramp))
+    np.testing.assert_allclose(frequencies(d, theta, scaling), expected, rtol=1e-7)
+    close = scaling._replace(high_freq_factor=slow * 1.0001, original_max_position_embeddings=7)
+    found = frequencies(d, theta, close) / frequencies(d, theta)
+    np.testing.assert_allclose(found[2:], 1 / factor, rtol=1e-6)
+    assert found[0] == 1
+    assert np.isfinite(frequencies(d, 1.0, scaling)).all()  # all pairs alike
+
+
 def test_rope_depends_on_relative_positions_only():
     q, k = inputs(1, 1, 1, 1, 64, F32)
     dot = lambda m, n: float(
