@@ -46,8 +46,6 @@ Kind = Literal["fits", "asked", "setting", "device", "unsupported", "slower"]
 Gpu = Literal["sm_80", "sm_89", "sm_90", "sm_90a"]
 
 log = logging.getLogger("pallas_kernels")
-
-
 _never = lambda *arrays, **options: None
 
 
@@ -152,10 +150,8 @@ def choose(
                 _, _, kind, why = next(of_call, refused[0])
             return form, Decision(op, form.runs, kind, why), refused
         refused.append(Decision(op, form.runs, *why))
-    reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in _KERNELS))
-    raise NotImplementedError(
-        f"{op} has no Mosaic kernel for this call: {reasons or 'it has none'}"
-    )
+    why = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in _KERNELS)) or "it has none"
+    raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {why}")
 
 
 def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, str] | None:
@@ -194,14 +190,11 @@ def shard_map_why_not() -> str | None:
     Kernel results carry no varying-axes types, so a `shard_map` that checks them would take one
     device's part of a weight's gradient for the whole and not sum the parts.
     """
-    try:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or not (axes := mesh.manual_axes):
-            return None
-        # axis_index has such a type only where shard_map checks them.
-        checked = jax.eval_shape(lambda: lax.axis_index(axes)).manual_axis_type is not None
-    except AttributeError as e:  # XLA is better than gradients that are not summed
-        return f"JAX {jax.__version__} does not say whether shard_map checks varying types ({e})"
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not (axes := mesh.manual_axes):
+        return None
+    # axis_index has such a type only where shard_map checks them.
+    checked = jax.eval_shape(lambda: lax.axis_index(axes)).manual_axis_type is not None
     if not checked:
         return None
     return "the shard_map around it checks varying types: pass check_vma=False"

@@ -41,9 +41,10 @@ _IN_FLIGHT = 8
 class RopeScaling(NamedTuple):
     """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
-    Wavelengths up to O / high_freq_factor stay, those over O / low_freq_factor grow by `factor`,
-    and others are interpolated (O: original_max_position_embeddings); with an attention_factor by
-    the number of their pair, as in YaRN (Peng et al. 2023).  Attention's `scale` applies it.
+    With O for original_max_position_embeddings, wavelengths up to O / high_freq_factor stay the
+    same, longer ones than O / low_freq_factor grow by `factor`, and those between are interpolated.
+    With an attention_factor they are interpolated by their number, as in YaRN (Peng et al. 2023).
+    `rope` leaves q and k unscaled: pass attention's scale=attention_factor**2 / sqrt(D).
     """
 
     factor: float = 8.0

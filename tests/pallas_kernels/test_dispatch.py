@@ -352,38 +352,6 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
             assert all((d.runs == "xla") == xla for d in dispatch.decisions())
 
 
-@pytest.mark.parametrize("asked", [None, "mosaic"])
-@pytest.mark.parametrize("kind", ["mesh", "index"])
-def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, kind, asked):
-    """A JAX that has renamed the attribute that says whether shard_map checks varying types."""
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-    unknown = {
-        "mesh": (jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(empty=False)),
-        "index": (jax, "eval_shape", lambda f: SimpleNamespace()),
-    }
-    took = []
-
-    def op(x):
-        with monkeypatch.context() as renamed:
-            renamed.setattr(*unknown[kind])
-            took.append(use_kernel("op", asked, None))
-        return x
-
-    def trace():
-        jax.make_jaxpr(
-            jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        )(jnp.ones(4))
-
-    if asked == "mosaic":
-        with pytest.raises(NotImplementedError, match=r"JAX .* does not say whether shard_map"):
-            trace()
-        return
-    trace()
-    assert took == [False]
-    assert "does not say whether shard_map checks varying types" in dispatch.decisions()[0].why
-    assert use_kernel("op", None, None)  # outside
-
-
 def test_the_extra_installs_what_is_known_to_be_fast():
     extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     extra = extra["project"]["optional-dependencies"]["cuda13"]
