@@ -161,9 +161,7 @@ class Dataset:
         import grain
 
         windows = self.samples(self.val)
-        batches = max(1, len(windows) // batch_size)
-        if max_batches is not None:
-            batches = min(batches, max_batches)
+        batches = max(1, min(len(windows) // batch_size, max_batches or len(windows)))
         count = batches * batch_size
         order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
         samples = grain.MapDataset.source(order).map(windows.__getitem__)

@@ -62,9 +62,8 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
     args.overrides = parser.overrides(rest)
-    for key in args.overrides:
-        if not key.startswith("data."):
-            raise InputError(f"unknown argument --{key}; see --help")
+    if odd := [key for key in args.overrides if not key.startswith("data.")]:
+        raise InputError(f"unknown argument --{odd[0]}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
     given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
     for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
