@@ -143,8 +143,7 @@ class Parser(argparse.ArgumentParser):
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
-    """Runs a command and returns its exit status: its own (None means 0), 1 for a failure, 2 for
-    bad input, 130 for Ctrl-C.
+    """Runs a command; returns its own status (None: 0), 1: failed, 2: bad input, 130: Ctrl-C.
 
     memory: advice for when the device runs out of memory.
     interrupted: the line that Ctrl-C prints.

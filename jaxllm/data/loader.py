@@ -49,8 +49,7 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
         """Returns tokens [start, stop) as int32."""
-        pieces = []
-        i = bisect_right(self._starts, start) - 1
+        pieces, i = [], bisect_right(self._starts, start) - 1
         while start < stop:
             offset = start - self._starts[i]
             piece = self.parts[i][offset : offset + stop - start]

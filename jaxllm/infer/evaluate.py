@@ -141,11 +141,9 @@ def validation(args: argparse.Namespace) -> str:
 
 def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     """Bytes of the text of the first `count` predicted tokens, without special tokens."""
-    found = 0
-    for start in range(1, count + 1, _DECODED):
-        ids = tokens.read(start, min(start + _DECODED, count + 1))
-        found += len(tokenizer.decode(ids, special=False, clean=False).encode())
-    return found
+    parts = ((i, min(i + _DECODED, count + 1)) for i in range(1, count + 1, _DECODED))
+    texts = (tokenizer.decode(tokens.read(*x), special=False, clean=False) for x in parts)
+    return sum(len(text.encode()) for text in texts)
 
 
 def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
@@ -224,5 +222,4 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
 
 def _clean(text: str) -> str:
     """Removes the markup of WikiHow's pages."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")

@@ -101,10 +101,7 @@ def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
             inside = folder and os.path.realpath(folder).startswith(os.path.realpath(path) + os.sep)
             if inside and data.source in ("text", "jsonl", "chat"):
-                raise InputError(
-                    f"{key}{folder} is inside {path}, so a resumed run would read what it has"
-                    " written as data; name another"
-                )
+                raise InputError(f"{key}{folder} is inside {path}, which is data; name another")
     check_tracker(config)
 
 
