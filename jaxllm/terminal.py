@@ -108,7 +108,7 @@ def repeat_swallowed_interrupts() -> None:
 
 def is_interactive(console) -> bool:
     """Whether a rich console can show a bar; with FORCE_COLOR rich believes that a pipe can."""
-    return console.is_interactive and console.file.isatty()
+    return console.is_interactive and console.file.isatty() and console.width > 0
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ model.init_from data.prefetch data.cache_dir data.path data.val_path data.tokeni
 # It may change these if the command line says so: the state fits, but the losses differ.
 _RATES = "learning_rate muon_learning_rate schedule warmup_steps final_fraction decay_fraction"
 RATE = frozenset(f"optimizer.{name}" for name in _RATES.split())
+_OF_OUTPUT = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
 
 
@@ -142,8 +143,7 @@ class Parser(argparse.ArgumentParser):
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
-    """Runs a command and returns its exit status: its own (None means 0), 1 for a failure, 2 for
-    bad input, 130 for Ctrl-C.
+    """Runs a command; returns its own status (None: 0), 1: failed, 2: bad input, 130: Ctrl-C.
 
     memory: advice for when the device runs out of memory.
     interrupted: the line that Ctrl-C prints.
@@ -172,13 +172,13 @@ def exit_status(
             print(interrupted, file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if not (error.filename or error.errno in _OF_OUTPUT):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
-        if error.errno == errno.ENOSPC:
-            error_line(f"{error.filename or 'standard output'} cannot be written: {error.strerror}")
+        if error.errno != errno.EPIPE:  # the reader of a pipe has exited, as in `| head`
+            used = "read or written" if error.filename else "written"
+            error_line(f"{error.filename or 'standard output'} cannot be {used}: {error.strerror}")
             return 1
-        # Otherwise the reader of a pipe has exited, as in `| head`.
     return status
 
 
@@ -253,8 +253,9 @@ def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> Non
         if not 0 <= index < count:
             last = count - 1
             raise InputError(f"--process {index} is not one of 0 to {last} (--processes {count})")
-        if not re.fullmatch(r".+:\d{1,5}", coordinator):
-            raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
+        port = re.fullmatch(r".+:([1-9]\d{0,4})", coordinator, re.ASCII)
+        if port is None or int(port[1]) > 65535:
+            raise InputError(f"--coordinator {coordinator} is not HOST:PORT, with PORT up to 65535")
     if count is not None and overrides.get("mesh.distributed") == "true":
         raise InputError("mesh.distributed=true finds processes itself; omit it, or --processes")
 
@@ -313,7 +314,8 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
-    check_writable(args.out_dir, "out_dir ", checkpoints=True)
+    for folder in (args.out_dir, args.out_dir / "checkpoints"):
+        check_writable(folder, "out_dir ", checkpoints=True)
     if holds(args.out_dir) == "packed weights":
         raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
     stored_path = str(args.out_dir / "config.yaml")

@@ -112,8 +112,7 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
         others = [other for other in MODEL_CONFIGS if key in keys(other)]
         if others:
             raise InputError(
-                f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
-                " remove it"
+                f"{key}{where} is for model.type={' and '.join(others)}, not {model_type}: omit it"
             )
         meant = re.sub(r"\blr\b", "learning_rate", key.lower())
         near = [other for other in known if other.endswith(f".{meant.rpartition('.')[2]}")]

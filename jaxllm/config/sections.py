@@ -22,6 +22,7 @@ from jaxllm.config.model import (
 
 SMALLEST_BPE = 257  # entries of a byte-level BPE: every byte, and the end of text
 LARGEST_BPE = 2**22  # the library allocates all entries at once, and aborts if it cannot
+Decay = Annotated[float, Field(ge=0, le=0.999999)]  # float32 would round 1 - 1e-8 to 1
 UTF8 = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
 
 
@@ -160,8 +161,8 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = Field(0.1, description="final learning rate / the peak")
     decay_fraction: Fraction = Field(0.2, description="wsd: the decay's fraction of all steps")
     weight_decay: NotNegative = Field(0.1, description="weight decay, on matrices only")
-    b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
-    b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
+    b1: Decay = Field(0.9, description="decay of the first moment")
+    b2: Decay = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     clip_norm: NotNegative = Field(1.0, description="limit of the global gradient norm; 0: none")
 

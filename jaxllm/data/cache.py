@@ -26,8 +26,7 @@ def cache_folder(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification ignores relative paths
-        base = "~/.cache"
+    base = base if os.path.isabs(base) else "~/.cache"  # XDG's specification says so
     return Path(base).expanduser() / "jaxllm"
 
 

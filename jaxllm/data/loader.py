@@ -49,8 +49,7 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
         """Returns tokens [start, stop) as int32."""
-        pieces = []
-        i = bisect_right(self._starts, start) - 1
+        pieces, i = [], bisect_right(self._starts, start) - 1
         while start < stop:
             offset = start - self._starts[i]
             piece = self.parts[i][offset : offset + stop - start]
@@ -161,9 +160,7 @@ class Dataset:
         import grain
 
         windows = self.samples(self.val)
-        batches = max(1, len(windows) // batch_size)
-        if max_batches is not None:
-            batches = min(batches, max_batches)
+        batches = max(1, min(len(windows) // batch_size, max_batches or len(windows)))
         count = batches * batch_size
         order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
         samples = grain.MapDataset.source(order).map(windows.__getitem__)

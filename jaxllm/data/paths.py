@@ -254,8 +254,7 @@ def _stdlib() -> Found:
         files += [(x.relative_to(root).as_posix(), x) for x in paths if x.suffix == ".py"]
     if not files:
         raise InputError(
-            f"this Python has no source files of its standard library in {root}: "
-            "set data.source and data.path"
+            f"no source of Python's standard library in {root}: set data.source and data.path"
         )
     return Found(sorted(files))
 

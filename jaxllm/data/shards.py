@@ -42,8 +42,7 @@ def open_shard(path: Path) -> np.ndarray:
     required = HEADER_BYTES + count * dtype.itemsize
     if count < 0 or size != required:
         raise InputError(
-            f"{path} is damaged: {size} bytes, expected {required} for the {count} tokens "
-            "in its header"
+            f"{path} is damaged: {size} bytes, expected {required} for its header's {count} tokens"
         )
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)

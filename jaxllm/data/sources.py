@@ -89,6 +89,10 @@ class Source:
         for piece in self._each(self._column if self.kind in ("jsonl", "parquet") else self._text):
             if piece.begins and piece.text.startswith(_MARK):
                 piece = piece._replace(text=piece.text[1:])
+            while len(text := piece.text) > 2 * _LONGEST:  # encoding takes 120 bytes a character
+                cut = _place_to_cut(text[:_LONGEST]) or _LONGEST
+                yield piece._replace(text=text[:cut])
+                piece = piece._replace(text=text[cut:], begins=False)
             if piece.text:
                 yield piece
 

@@ -60,9 +60,8 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
     args.overrides = parser.overrides(rest)
-    for key in args.overrides:
-        if not key.startswith("data."):
-            raise InputError(f"unknown argument --{key}; see --help")
+    if odd := [key for key in args.overrides if not key.startswith("data.")]:
+        raise InputError(f"unknown argument --{odd[0]}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
     given = {name: kinds for name, kinds in VALID_WITH.items() if getattr(args, name) is not None}
     for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
@@ -140,11 +139,9 @@ def validation(args: argparse.Namespace) -> str:
 
 def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     """Bytes of the text of the first `count` predicted tokens, without special tokens."""
-    found = 0
-    for start in range(1, count + 1, _DECODED):
-        ids = tokens.read(start, min(start + _DECODED, count + 1))
-        found += len(tokenizer.decode(ids, special=False, clean=False).encode())
-    return found
+    parts = ((i, min(i + _DECODED, count + 1)) for i in range(1, count + 1, _DECODED))
+    texts = (tokenizer.decode(tokens.read(*x), special=False, clean=False) for x in parts)
+    return sum(len(text.encode()) for text in texts)
 
 
 def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
@@ -221,5 +218,4 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
 
 def _clean(text: str) -> str:
     """Removes the markup of WikiHow's pages."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")

@@ -176,12 +176,18 @@ def initial_state(
         held, model = base_of(weights), trainer.config.model
         base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
         step = held.step if isinstance(held, RunWeights) else None
-        identity = Base(str(held.folder.absolute()), step, checksum)
+        identity = Base(str(held.folder.absolute()), step, checksum, str(held.packing or ""))
         known = weights.expected if isinstance(weights, AdapterWeights) else None
         if restored is not None:
             known = Base(**checkpoints.about(restored)["base"])
         if known is not None:
             known._replace(path=identity.path).check(checksum)
+            if known.packed not in (None, identity.packed):
+                was, now = (x or "not packed" for x in (known.packed, identity.packed))
+                raise InputError(
+                    f"the base {identity.path} is {now}; the adapters need one that is {was}: name"
+                    " it with --model.init_from"
+                )
     if restored is not None:
         saved = trainer.abstract_state().saved()
         return trainer.complete(checkpoints.restore(restored, saved), base), identity

@@ -90,9 +90,9 @@ class LoadedRun:
         """{"section.key": value} of config.yaml."""
         try:
             sections = yaml.safe_load(self.config)
-        except yaml.YAMLError:
+            found = flat(sections) if isinstance(sections, dict) else {}
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError):  # it may be edited
             return {}
-        found = flat(sections) if isinstance(sections, dict) else {}
         return {key: str(value) for key, value in found.items() if "." in key}
 
 

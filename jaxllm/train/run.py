@@ -37,7 +37,7 @@ def _run(argv: list[str] | None) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
     gpus = None if arguments.dry_run == "here" else arguments.dry_run
-    check_input(config, arguments.dry_run is None, arguments.resume)
+    check_input(config, arguments.dry_run is None, arguments.resume, arguments.out_dir)
     if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
@@ -79,7 +79,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return status
 
 
-def check_input(config: Config, opens_data: bool, resume: bool) -> None:
+def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -> None:
     """Raises InputError for a valid configuration that cannot be trained, or names missing files.
 
     Does not import JAX, which takes seconds.
@@ -96,7 +96,12 @@ def check_input(config: Config, opens_data: bool, resume: bool) -> None:
     adapts = getattr(config.model, "lora", None) is not None
     if config.model.init_from is not None and (adapts or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
-    check_paths(config.data)
+    check_paths(data := config.data)
+    for path in filter(None, (data.path, data.val_path)):
+        for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
+            inside = folder and os.path.realpath(folder).startswith(os.path.realpath(path) + os.sep)
+            if inside and data.source in ("text", "jsonl", "chat"):
+                raise InputError(f"{key}{folder} is inside {path}, which is data; name another")
     check_tracker(config)
 
 

@@ -52,6 +52,7 @@ class Base(NamedTuple):
     path: str
     step: int | None  # of a run
     checksum: str
+    packed: str | None = None  # how, if it is a folder of packed weights; None: an older page
 
     def check(self, checksum: str) -> None:
         """Raises InputError unless the base that was loaded has this checksum."""

@@ -1,6 +1,7 @@
 """The command jaxllm: its help, and its errors, also under a Python that cannot run it."""
 
 import ast
+import errno
 import importlib
 import os
 import re
@@ -67,6 +68,23 @@ def test_a_full_disk_for_the_help_is_one_line():
         done = python("-m", "jaxllm", "--help", stdout=full)
     error = "error: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a"), "/a cannot be read or written"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "standard output cannot be written"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, line, capfd):
+    """A folder that nobody may read and a full quota ended in tracebacks."""
+
+    def run():
+        raise error
+
+    assert command_line.exit_status(run) == 1
+    assert capfd.readouterr().err == f"error: {line}: {error.strerror}\n"
 
 
 @pytest.mark.parametrize(

@@ -383,7 +383,7 @@ def test_training_starts_from_converted_weights_on_a_mesh(tmp_path, capsys):
     assert_same_tensors(tmp_path / "back", weights_of("llama3"))
 
     (theirs / "tokenizer.json").write_text("not read")
-    text = ["--data.source", "text", "--data.path", str(tmp_path)]
+    text = ["--data.source", "text", "--data.path", str(theirs / "tokenizer.json")]
     for change, said in (
         (text, "theirs/tokenizer.json"),
         (["--model.n_layers", "3"], "model.n_layers=3 differs from 2"),

@@ -194,5 +194,5 @@ def test_what_is_left_out_of_the_standard_library(tmp_path, monkeypatch):
 
 def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(InputError, match="no source files"):
+    with pytest.raises(InputError, match="no source of Python"):
         find_files("stdlib", None)

@@ -116,6 +116,10 @@ def test_a_packed_base_is_trained_as_it_is(runs, capsys):
     assert generate.main(["--checkpoint", str(folder / "on_packed"), *PROMPT]) == 0
     line = error_of(capsys, *words, "--out_dir", folder / "x", "--model.quantize", "int4")
     assert "holds packed weights (int8, groups of 64); model.quantize=int4 cannot be packed" in line
+    # The same weights before they were packed have the same checksum, and other losses.
+    again = ["--resume", "--out_dir", folder / "on_packed", "--train.steps", "2"]
+    line = error_of(capsys, *again, "--model.init_from", folder / "hf")
+    assert f"the base {folder / 'hf'} is not packed; the adapters need one that is int8" in line
 
 
 def test_a_base_that_changed_is_refused(runs, capsys):

@@ -190,6 +190,10 @@ def test_a_process_that_finds_no_others_is_refused(runs):
         ("--process 1 --coordinator a:1", "--process I needs --processes N and --coordinator"),
         ("--processes 2 --process 2 --coordinator a:1", "--process 2 is not one of 0 to 1"),
         ("--processes 2 --process 1 --coordinator a", "--coordinator a is not HOST:PORT"),
+        (
+            "--processes 2 --process 1 --coordinator a:65536",
+            "with PORT up to 65535",
+        ),
         ("--processes 2 --process 1 --coordinator a:1", "several processes need --out_dir"),
         ("--mesh.distributed true", "several processes need --out_dir"),
         ("--mesh.distributed true --processes 2", "omit it, or --processes"),

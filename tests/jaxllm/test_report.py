@@ -112,6 +112,13 @@ def test_a_damaged_file_may_hold_anything(value, tmp_path):
     report.page([loaded])
 
 
+@pytest.mark.parametrize("text", ["a: 2001-13-45", "a: !!int x", "1: {2: 3}", f"a: {'[' * 3000}"])
+def test_an_edited_configuration_costs_its_values_only(text, tmp_path):
+    run = a_run(tmp_path / "one", 3)
+    (run / "config.yaml").write_text(text)
+    assert report.LoadedRun(run).settings() in ({}, {"1.2": "3"})
+
+
 @pytest.mark.parametrize(
     ("values", "low", "high"),
     [

@@ -113,7 +113,7 @@ def test_a_resumed_run_needs_no_initial_weights_but_a_base(tiny):
     for more, resume, refused in (({}, True, False), ({}, False, True), (lora, True, True)):
         config = configs.load(str(tiny), {"model.init_from": "/nothing", **more})
         with pytest.raises(InputError, match="init_from") if refused else contextlib.nullcontext():
-            check_input(config, True, resume)
+            check_input(config, True, resume, tiny.parent)
 
 
 def test_checkpoints_are_not_written_where_orbax_loses_them(tmp_path):
@@ -187,6 +187,25 @@ def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_p
     words = ["--resume", "--out_dir", str(tmp_path)]
     assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
     assert command_line.read([*words, "--restart"]).resume
+
+
+@pytest.mark.parametrize("key", ["out_dir", "data.cache_dir"])
+def test_a_run_does_not_write_into_its_own_data(key, tiny, capsys, tmp_path):
+    """The run ended well, and could not resume: its files had become part of its data."""
+    words = ["--data.path", tiny.parent, "--data.cache_dir", tmp_path / "c", "--out_dir", tmp_path]
+    message = error_of(capsys, "--config", tiny, *words, f"--{key}", tiny.parent / "x")
+    assert f"{tiny.parent / 'x'} is inside {tiny.parent}, which is data; name another" in message
+    assert not (tiny.parent / "x").exists()
+
+
+def test_checkpoints_that_cannot_be_written_are_noticed_before_a_resumed_run_trains(
+    capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "checkpoints")
+    message = error_of(capsys, "--resume", "--out_dir", tmp_path)
+    assert f"{tmp_path}/checkpoints is not writable" in message
 
 
 def test_a_run_stores_absolute_paths(monkeypatch, tmp_path):

@@ -284,6 +284,19 @@ def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
     assert command in terminal.getvalue()
 
 
+def test_a_terminal_that_says_it_has_no_columns_gets_lines(tmp_path, monkeypatch):
+    """The bar cropped every line to nothing, losses and the summary included."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "0")
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    log.train(1, loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
+    log.close()
+    assert "step 1/10  loss 5.0000" in terminal.getvalue()
+
+
 def test_a_step_takes_over_the_memory_of_a_restored_state(tmp_path):
     t = make(GPT2Config(**SHAPE))
     memory = lambda state: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
