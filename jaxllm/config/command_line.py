@@ -58,9 +58,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
-_TYPES = {"N": int, "I": int, "X": float} | dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
-_TEXTS = "TEXT STRING NAME NAME,... PATH NAME_OR_PATH COUNTxKIND HOST:PORT".split()
-_TYPES |= dict.fromkeys(_TEXTS, str)
+_TYPES: dict[str, Callable] = {"N": int, "I": int, "X": float}
+_TYPES |= dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
+_TYPES |= dict.fromkeys("TEXT STRING NAME NAME,... PATH COUNTxKIND HOST:PORT".split(), str)
+_TYPES["NAME_OR_PATH"] = lambda text: "/dev/stdin" if text == "-" else text
 
 
 class Parser(argparse.ArgumentParser):
@@ -230,8 +231,6 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     arguments, rest = parser.parse_known_args(argv)
     overrides = parser.overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
-    if arguments.config == "-":
-        arguments.config = "/dev/stdin"
     if arguments.restart and not arguments.resume:
         raise InputError("--restart needs --resume")
     if arguments.resume and arguments.out_dir is None:

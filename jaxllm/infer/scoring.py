@@ -44,8 +44,7 @@ class Scorer:
         with jax.set_mesh(self.mesh), progress_bar("scoring", len(rows), size=False) as done:
             for first in range(0, len(rows), self.size):
                 part = order[first : first + self.size]
-                width = round_up(len(rows[part[0]][0]) - 1, WIDTHS)
-                width = width if most is None else min(width, most)
+                width = min(round_up(len(rows[part[0]][0]) - 1, WIDTHS), most or 1 << 30)
                 tokens = np.zeros((self.size, width), np.int32)
                 labels = np.full((self.size, width), IGNORE, np.int32)
                 for row, i in enumerate(part):

@@ -93,15 +93,14 @@ def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -
             )
     if not opens_data:
         return
-    adapts = getattr(config.model, "lora", None) is not None
-    if config.model.init_from is not None and (adapts or not resume):
+    if config.model.init_from is not None and (getattr(config.model, "lora", None) or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
-    for path in filter(None, (data.path, data.val_path)):
+    for path in map(os.path.realpath, filter(None, (data.path, data.val_path))):
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
-            inside = folder and os.path.realpath(folder).startswith(os.path.realpath(path) + os.sep)
+            inside = folder and Path(os.path.realpath(folder)).is_relative_to(path)
             if inside and data.source in ("text", "jsonl", "chat"):
-                raise InputError(f"{key}{folder} is inside {path}, which is data; name another")
+                raise InputError(f"{key}{folder} is inside the data, {path}: name one outside it")
     check_tracker(config)
 
 

@@ -194,7 +194,7 @@ def test_a_run_does_not_write_into_its_own_data(key, tiny, capsys, tmp_path):
     """The run ended well, and could not resume: its files had become part of its data."""
     words = ["--data.path", tiny.parent, "--data.cache_dir", tmp_path / "c", "--out_dir", tmp_path]
     message = error_of(capsys, "--config", tiny, *words, f"--{key}", tiny.parent / "x")
-    assert f"{tiny.parent / 'x'} is inside {tiny.parent}, which is data; name another" in message
+    assert f"{tiny.parent / 'x'} is inside the data, {tiny.parent}: name one outside it" in message
     assert not (tiny.parent / "x").exists()
 
 
