@@ -181,13 +181,7 @@ def initial_state(
         if restored is not None:
             known = Base(**checkpoints.about(restored)["base"])
         if known is not None:
-            known._replace(path=identity.path).check(checksum)
-            if known.packed not in (None, identity.packed):
-                was, now = (x or "not packed" for x in (known.packed, identity.packed))
-                raise InputError(
-                    f"the base {identity.path} is {now}; the adapters need one that is {was}: name"
-                    " it with --model.init_from"
-                )
+            known._replace(path=identity.path).check(checksum, identity.packed)
     if restored is not None:
         saved = trainer.abstract_state().saved()
         return trainer.complete(checkpoints.restore(restored, saved), base), identity

@@ -54,13 +54,16 @@ class Base(NamedTuple):
     checksum: str
     packed: str | None = None  # how, if it is a folder of packed weights; None: an older page
 
-    def check(self, checksum: str) -> None:
-        """Raises InputError unless the base that was loaded has this checksum."""
+    def check(self, checksum: str, packed: str | None) -> None:
+        """Raises InputError unless the base that was loaded has this checksum, packed as then."""
         if self.checksum != checksum:
             raise InputError(
                 f"the base {self.path} changed since the adapters were trained (checksum"
                 f" {checksum}, was {self.checksum}); restore it, or train new adapters"
             )
+        if self.packed not in (None, packed):
+            was, now = (x or "not packed" for x in (self.packed, packed))
+            raise InputError(f"the base {self.path} is {now}; the adapters need one that is {was}")
 
 
 @dataclass
@@ -95,7 +98,8 @@ class AdapterWeights:
     def verify(self) -> None:
         """Raises InputError if the adapters belong to another base; needs the whole base read."""
         if self.expected is not None:
-            self.expected.check(getattr(self.base, "source", None) or joint_checksum(self._sums))
+            checksum = getattr(self.base, "source", None) or joint_checksum(self._sums)
+            self.expected.check(checksum, str(self.base.packing or ""))
 
     def load(self, config: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """(graph, parameters) of a model for inference.
@@ -109,7 +113,7 @@ class AdapterWeights:
         merge = None if self.packing else self._merged
         base, checksum = load_base(self.base, config, rest, mesh, merge)
         if self.expected is not None:
-            self.expected.check(checksum)
+            self.expected.check(checksum, str(self.base.packing or ""))
         return graph, nnx.merge_state(self.adapters(adapters, mesh), base)
 
     def adapters(self, abstract: nnx.State, mesh: Mesh) -> nnx.State:

@@ -119,7 +119,14 @@ def test_a_packed_base_is_trained_as_it_is(runs, capsys):
     # The same weights before they were packed have the same checksum, and other losses.
     again = ["--resume", "--out_dir", folder / "on_packed", "--train.steps", "2"]
     line = error_of(capsys, *again, "--model.init_from", folder / "hf")
-    assert f"the base {folder / 'hf'} is not packed; the adapters need one that is int8" in line
+    wrong = "is not packed; the adapters need one that is int8, groups of 64"
+    assert f"the base {folder / 'hf'} {wrong}" in line
+    shutil.rmtree(packed)
+    shutil.copytree(folder / "hf", packed)
+    for command, more in ((generate, PROMPT), (convert, [str(folder / "z"), "--merge"])):
+        name = ["--checkpoint"] * (command is generate)
+        assert command.main([*name, str(folder / "on_packed"), *more]) == 2
+        assert f"the base {packed} {wrong}" in capsys.readouterr().err
 
 
 def test_a_base_that_changed_is_refused(runs, capsys):
