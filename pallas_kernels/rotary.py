@@ -279,7 +279,4 @@ def _kernel(operands, positions, *, theta, scaling, layout):
     return dataclasses.replace(operands, array=x.reshape(operands.array.shape))
 
 
-FORMS = (
-    Form("general", _kernel, "sm_80", why_not, why_slower),
-    Form("xla", _in_jnp),
-)
+FORMS = Form("general", _kernel, "sm_80", why_not, why_slower), Form("xla", _in_jnp)

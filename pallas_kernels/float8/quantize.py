@@ -82,7 +82,7 @@ def cast_and_sum(
     if largest is None:
         largest = named(_largest_by_kernel(x) if kernel else _largest(x))
     if kernel:
-        (result,), totals = cast_results(lambda x: (x,), [x], [largest], dtype, sums=sums)
+        (result,), totals = cast_results(_itself, [x], [largest], dtype, sums=sums)
         return result, totals[0] if sums else None
     scale, inverse = _scale(largest, dtype)
     values = saturated(x.astype(jnp.float32) * scale, dtype)
@@ -154,6 +154,10 @@ def _scale(largest, dtype):
 # ---- kernels -----------------------------------------------------------------------------------
 
 
+_itself = lambda x: (x,)
+
+
+@jax.jit(static_argnames=("tile", "dtype", "sums", "name", "approx"))  # lowered once per shape
 def cast_results(
     tile, arrays, largest, dtype, *, rows=(), sums=False, name="quantize_fp8", approx=False
 ):
@@ -197,9 +201,10 @@ def _largest_by_kernel(x):
     """max |x|, as `_largest`."""
     blocks = x.size // _STEP
     steps = next(n for n in (16 // x.dtype.itemsize, 4, 2, 1) if blocks % n == 0)  # registers
-    return _largest(maxima(lambda x: (x,), [x], 1, "fp8_maximum", steps))
+    return _largest(maxima(_itself, [x], 1, "fp8_maximum", steps))
 
 
+@jax.jit(static_argnames=("tile", "results", "name", "steps"))
 def maxima(tile, arrays, results: int, name: str, steps: int = 1):
     """The largest |result| of tile(*blocks) in each block: (results, blocks) float32.
 

@@ -146,10 +146,7 @@ def _on_rows(logits, labels, scale, vocab_size, **options):
 
 _cross_entropy = with_gradient(_forward, _backward, nondiff_argnums=(2, 3))
 
-FORMS = (
-    Form("general", _cross_entropy, "sm_80", why_not, why_slower),
-    Form("xla", _in_jnp),
-)
+FORMS = Form("general", _cross_entropy, "sm_80", why_not, why_slower), Form("xla", _in_jnp)
 
 
 # ---- the kernel --------------------------------------------------------------------------------

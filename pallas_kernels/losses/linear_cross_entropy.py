@@ -24,6 +24,7 @@ Another kernel writes dz once the sums of rows are known (docs/fp8.md).
 import functools
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -264,8 +265,10 @@ def _chunk(w, x, w_now, local, scale, valid, o: _Options, differentiate, frozen)
     return losses, dx, jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
 
 
+@jax.jit(static_argnums=(6, 7, 8))  # lowered once for all chunks
 def _fp8_chunk(scale, x, w, local, known, valid, o: _Options, differentiate, frozen):
     """The same with fp8 operands; known: 0 where a label is ignored, NaN where it is wrong."""
+    valid = o.vocab_size if o.vocab_axis is None else valid  # an int, as it was before jit
     x8 = cast(x, fp8_linear.FORWARD, True)
     z = fp8_linear.times(x8, w, x.dtype)
     top, total, picked, _ = _sums(z, local, valid, o)
@@ -289,11 +292,11 @@ def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
     labels: (n,), a column or -1.  log_sum: (n,), of the exponentials of the capped logits; infinite
     for rows without a gradient.  valid: columns that are not padding, an int or an array ().
     """
-    rows = [log_sum, labels]
-    if not isinstance(valid, int):
+    rows, known = [log_sum, labels], valid if isinstance(valid, int) else None
+    if known is None:
         rows.append(jnp.full(labels.shape, valid))
 
-    def tile(u, log_sum, label, valid=valid):
+    def tile(u, log_sum, label, valid=known):
         x, slope = capped(u, softcap)
         column = quantize.column_numbers()
         dz = jnp.exp(x - log_sum)

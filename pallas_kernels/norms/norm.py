@@ -155,7 +155,4 @@ def why_not(x, weight, bias, residual, x_bias, gate, *, centered, eps) -> str | 
 # The rules of both directions lie beside their kernels.
 _norm = with_gradient(forward, backward, nondiff_argnums=(6, 7))
 
-FORMS = (
-    Form("general", _norm, "sm_80", why_not),
-    Form("xla", normed_in_jnp),
-)
+FORMS = Form("general", _norm, "sm_80", why_not), Form("xla", normed_in_jnp)
