@@ -292,7 +292,8 @@ def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
     labels: (n,), a column or -1.  log_sum: (n,), of the exponentials of the capped logits; infinite
     for rows without a gradient.  valid: columns that are not padding, an int or an array ().
     """
-    rows, known = [log_sum, labels], valid if isinstance(valid, int) else None
+    rows = [log_sum, labels]
+    known: Any = valid if isinstance(valid, int) else None  # the tile is hashed: it holds no array
     if known is None:
         rows.append(jnp.full(labels.shape, valid))
 
