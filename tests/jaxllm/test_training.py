@@ -271,12 +271,18 @@ def test_a_run_survives_a_closed_pipe(tmp_path, monkeypatch):
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
-def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
+def terminal_of(columns: int, monkeypatch) -> io.StringIO:
+    """Standard output as a terminal of this width."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return terminal
+
+
+def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
+    terminal = terminal_of(40, monkeypatch)
     log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
     assert not log.bar.disable
     log.message(command := "jaxllm generate --checkpoint runs/a --prompt 'def main('")
@@ -286,11 +292,7 @@ def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
 
 def test_a_terminal_that_says_it_has_no_columns_gets_lines(tmp_path, monkeypatch):
     """The bar cropped every line to nothing, losses and the summary included."""
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "0")
+    terminal = terminal_of(0, monkeypatch)
     log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
     log.train(1, loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
     log.close()
