@@ -49,8 +49,8 @@ def tokens_of(config, seed=0, shape=(2, 21)):
     return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
 
 
-def test_every_model_has_a_class_settings_and_a_tiny_configuration():
-    assert set(MODELS) == set(MODEL_CONFIGS) == set(NEEDED)
+def test_every_model_has_a_class_and_settings():
+    assert set(MODELS) == set(MODEL_CONFIGS) >= set(NEEDED)
 
 
 @pytest.mark.parametrize(
