@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
-from jaxllm.sharding import constrain, spec_of
+from jaxllm.sharding import P, constrain, spec_of
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
@@ -176,6 +177,14 @@ def stream_tokens(
     samples = samples or [(row, 0) for row in range(len(prompts))]
     streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
+    place = jax.tree.leaves(params)[0].sharding
+    # Of several devices only XLA knows how it divides the caches.
+    if blocks and isinstance(place, jax.NamedSharding) and place.num_devices == 1:
+        lowered = first.lower(params, matrices, tokens, lengths, streams)
+        held = jax.tree.map(lambda x: x.update(sharding=place.update(spec=P())), lowered.out_info)
+        with ThreadPoolExecutor(1) as pool:  # both programs at once; the calls below find them
+            pool.submit(lowered.compile)
+            further.lower(params, matrices, *held, jnp.int32(1), lengths, streams).compile()
     token, arrays = first(params, matrices, tokens, lengths, streams)
     pending, left = token[None], config.tokens
     for block in range(blocks + 1):
@@ -193,7 +202,7 @@ def stream_tokens(
 @lru_cache(maxsize=16)
 def _programs(
     graph: nnx.GraphDef, size: int, float8: bool, penalty: float, *options: Any
-) -> tuple[Callable, Callable]:
+) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.

@@ -8,10 +8,12 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -205,9 +207,14 @@ class Board:
     name = "TensorBoard events"
 
     def __init__(self, folder: Path, start: int):
+        # tensorboardX would import PyTorch, where it is installed: 2 to 6 s.  None hides it.
+        modules: dict[str, Any] = sys.modules
+        hidden = modules.setdefault("torch", None) is None
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+        if hidden:
+            del modules["torch"]
         folder.mkdir(exist_ok=True)
         self.event = Event
         self.writer = EventsWriter(str(folder / "events"))

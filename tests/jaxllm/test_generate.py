@@ -13,7 +13,7 @@ from cases import slow
 from flax import nnx
 from tiny_models import tiny
 
-from jaxllm.config import SampleConfig
+from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.config.loading import sampling
 from jaxllm.errors import RunError
 from jaxllm.infer import decode, generate, writer
@@ -21,6 +21,7 @@ from jaxllm.infer.writer import Text
 from jaxllm.layers.attention import _to_float8
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
+from jaxllm.sharding import make_mesh, shardings
 from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
@@ -167,6 +168,18 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
     size = decode.round_up(decode.WIDTHS + decode.block_size(), decode.WIDTHS)
     programs = decode._programs(graph, size, False, 1.0, 1.0, 50, 1.0, 0.0)
     assert [program._cache_size() for program in programs] == [1, 1]
+
+
+def test_programs_compiled_side_by_side_are_those_that_run(caplog):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    graph, params = nnx.split(create(tiny("vlstm", **SHAPE)), nnx.Param)
+    params = jax.device_put(params, shardings(params, mesh))  # as weights are loaded
+    decode._programs.cache_clear()
+    with jax.log_compiles():  # of this thread
+        list(decode.stream_tokens(graph, params, [[1, 2]], SampleConfig(tokens=TOKENS)))
+    names = ("jit(first)", "jit(further)")
+    # Another thread has compiled the first program meanwhile, and the calls compile nothing.
+    assert [caplog.text.count(f"Finished XLA compilation of {name}") for name in names] == [0, 1]
 
 
 def test_top_p_keeps_the_most_likely_tokens_that_reach_it():

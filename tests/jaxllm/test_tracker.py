@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,20 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path, capsys):
     assert list((tmp_path / "tensorboard").glob("events*"))
     out = capsys.readouterr().out
     assert out.count("stopped writing values for wandb (the service is gone)") == 1
+
+
+def test_events_are_written_without_importing_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    code = "import sys; from pathlib import Path; from jaxllm.train.metrics import Board;"
+    code += " Board(Path(sys.argv[1]), 0).close(); print('written'); import torch"
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.stdout, run.stderr) == ("written\n", "torch is imported\n")
 
 
 def test_evaluations_draw_for_a_twentieth_of_the_time(tmp_path, monkeypatch):
