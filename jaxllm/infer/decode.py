@@ -177,7 +177,7 @@ def stream_tokens(
     samples = samples or [(row, 0) for row in range(len(prompts))]
     streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
-    place = jax.tree.leaves(params)[0].sharding
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)  # or an array of NumPy
     # Of several devices only XLA knows how it divides the caches.
     if blocks and isinstance(place, jax.NamedSharding) and place.num_devices == 1:
         lowered = first.lower(params, matrices, tokens, lengths, streams)
