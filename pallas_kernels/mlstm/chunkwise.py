@@ -48,7 +48,7 @@ def chunkwise(
     """Computes `reference.chunkwise` with the kernels, for eps = 0.
 
     operands: q, k and v, or a Packed of them.
-    weight: of the norm that follows, if it `fits`; o is then the fourth part of the Packed.
+    weight: of the norm that follows, if `gated_fits`; o is then the fourth part of the Packed.
     """
     packed = operands if isinstance(operands, Packed) and in_place(operands) else None
     q, k, v, *_ = split(operands) if packed is None else shapes(operands)
