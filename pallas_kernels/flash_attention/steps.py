@@ -186,7 +186,7 @@ def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
     """Starts to copy the tile of a step, the nth of its item, once all have left its buffer.
 
     The tile may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item
-    follow those of the last head.
+    follow the last head's.
     """
     s = w.schedule
     past = nth - s.group * stream.end
