@@ -216,7 +216,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
     for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
-        mosaic.store(ref.at[i.batch, i.head, i.rows], value)
+        mosaic.store(ref.at[i.batch, i.head, pl.ds(i.row, ROWS)], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
 

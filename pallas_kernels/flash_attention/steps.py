@@ -52,10 +52,6 @@ class Item(NamedTuple):
     def end(self):
         return self.stream.end
 
-    @property
-    def rows(self):
-        return pl.ds(self.row, ROWS)
-
 
 def unsettled(i: Item, s: Schedule, n):
     """i.at, hidden from the compiler.
