@@ -25,7 +25,7 @@ class Ladder(NamedTuple):
 
     Every rung is a module of the ladder's folder, rung1_... to rungN_..., with a function of the
     ladder's name.  It may have `prepare(*inputs)`, which makes the function's arguments and is not
-    timed, SMALL, sizes of its own for the interpreter, and BLOCKS, how many
+    timed, SMALL, other sizes for the interpreter, and BLOCKS, how many
     persistent blocks there are at most; the interpreter sets it to 2.
     """
 

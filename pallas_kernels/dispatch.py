@@ -56,7 +56,7 @@ class Form(NamedTuple):
     call: Callable[..., Any]
     gpu: Gpu | None = None
     why_not: Callable[..., str | None] = _never  # why it does not support the call
-    why_slower: Callable[..., str | None] = _never  # why a later form is faster; if None is asked
+    why_slower: Callable[..., str | None] = _never  # why a later form is faster; unless asked for
 
     @property
     def is_kernel(self) -> bool:
@@ -136,7 +136,7 @@ def choose(
     refused: list[Decision] = []
     for form in forms:
         slower = next((r for r in refused if r.kind == "slower"), None)
-        if form.is_kernel and slower:  # than what is no kernel of ours
+        if form.is_kernel and slower:  # than XLA or cuDNN, and so is every kernel after it
             why = slower.kind, slower.why
         else:
             why = _why_not(form, forms, implementation, arrays, options)

@@ -74,9 +74,7 @@ class Part(NamedTuple):
     kernels: list[TracedKernel]
     bytes: int  # that must move: each input and each result once
     flops: float | None  # None: not counted
-    tensor: (
-        bool  # whether these are products for the tensor core, or all operations of the jnp form
-    )
+    tensor: bool  # whether the tensor core does these; False: all operations of the jnp form
     microseconds: float | None  # measured
 
     def limits(self, tops: dict[str, float]) -> dict[str, float]:
@@ -280,11 +278,9 @@ def _kernels(jaxpr, launches: int = 1) -> list[TracedKernel]:
         if eqn.primitive.name == "mpmd_map":
             new = [_kernel(eqn, launches)]
         else:
-            times = (
-                launches * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else launches
-            )
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
             inner = jaxprs_in_params(eqn.params)
-            new = [kernel for sub in inner for kernel in _kernels(sub, times)]
+            new = [kernel for sub in inner for kernel in _kernels(sub, launches * times)]
         for kernel in new:
             same = found.get(kernel._replace(launches=0))
             total = kernel.launches + (same.launches if same else 0)

@@ -77,8 +77,9 @@ def inline(code, types, shape, dtype, layout):
 
 
 def any_above(x, limit: float):
-    """Whether an element of x, in WGMMA's layout, exceeds the limit: each warp has its own answer,
-    so what depends on it must not synchronize warps.
+    """Whether an element of a warp's part of x, in WGMMA's layout, exceeds the limit.
+
+    Warps may get different answers, so what depends on the answer must not synchronize warps.
     """
     code = functools.partial(_any_above, limit)
     return inline(code, (WGMMA,), (), jnp.int32, plgpu.Layout.WG_SPLAT)(x) != 0

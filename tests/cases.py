@@ -20,6 +20,15 @@ def slow_interpreted(*values):
     return pytest.param(*values) if shutil.which("nvidia-smi") else slow(*values)
 
 
+# Of a test in which saves fail: Orbax's thread also prints its failure on standard error, and
+# abandons its coroutines.
+failing_saves = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore:coroutine:RuntimeWarning",
+)
+
+
 def random_seed() -> int:
     """The seed of the random calls: another one every day."""
     return int(os.environ.get("RANDOM_SEED", time.strftime("%Y%m%d")))

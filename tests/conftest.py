@@ -114,6 +114,14 @@ def op_by_op(monkeypatch):
 
 
 @pytest.fixture
+def capable(monkeypatch):
+    """Pretends that the default device can run every kernel."""
+    from pallas_kernels import dispatch
+
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+
+
+@pytest.fixture
 def general_kernels(monkeypatch):
     """Ops with two forms run in their general one, on every GPU and in the interpreter."""
     from pallas_kernels import dispatch

@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, results = Path(temporary), {}
         # As on a GPU.
-        programs._place = lambda trainer, name: folder / "cache" / f"{name}.step"
+        programs._path_of_step = lambda trainer, name: folder / "cache" / f"{name}.step"
         tiny = training_runs.write_tiny(folder)
 
         def losses(name: str, *more: str) -> dict[int, float]:

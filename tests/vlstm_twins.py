@@ -72,7 +72,7 @@ def recurrent(
     q, k, v, i, f, *, segment_ids=None, initial_state=None, return_state=False, **options
 ):  # fmt: skip
     """The cell's definition, position by position, in float32 (float64 for float64)."""
-    starts = reference._starts(_one_document(i) if segment_ids is None else segment_ids)
+    starts = reference.starts_of(_one_document(i) if segment_ids is None else segment_ids)
 
     def position(state, x):
         q, k, v, i, f, start = x
@@ -81,7 +81,7 @@ def recurrent(
         return state, h
 
     sequence = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, starts))
-    state, h = jax.lax.scan(position, reference._state(initial_state, q, v), sequence)
+    state, h = jax.lax.scan(position, reference.state_of(initial_state, q, v), sequence)
     h = jnp.moveaxis(h, 0, 1)
     return (h, state) if return_state else h
 
@@ -95,8 +95,8 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
     segment_ids = _one_document(i) if segment_ids is None else segment_ids
     q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
-    i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, stat))  # (B,H,T)
-    document = jnp.cumsum(reference._starts(segment_ids), 1)
+    i, lf = (jnp.swapaxes(x, 1, 2) for x in reference.log_gates(i, f, gate, stat))  # (B,H,T)
+    document = jnp.cumsum(reference.starts_of(segment_ids), 1)
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
     log_d = jnp.where(seen, reference._sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)

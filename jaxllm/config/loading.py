@@ -38,8 +38,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     for section, values in raw.items():
         if section in Config.model_fields and not isinstance(values, dict):
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
-    model = raw.get("model", {})
-    kind = (overrides or {}).get("model.type", model.get("type"))
+    kind = (overrides or {}).get("model.type", raw.get("model", {}).get("type"))
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
         raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
     known = keys(kind)

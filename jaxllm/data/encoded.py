@@ -155,8 +155,7 @@ class Encoded:
         by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
         whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
         text = counted(page["conversations"], "conversation") + ", "
-        text += f"{counted(page['tokens'], 'token')}, {share:.1%}"
-        text += f" with loss ({whose})"
+        text += f"{counted(page['tokens'], 'token')}, {share:.1%} with loss ({whose})"
         return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
 
     def describe_lengths(self) -> str:

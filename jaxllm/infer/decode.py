@@ -208,7 +208,7 @@ def _programs(
     size: slots of the caches.
     float8: whether they hold float8.
     penalty: divides positive logits of tokens that the text has, and multiplies negative ones.
-    options: those of `choose`.
+    options: as `choose` takes them.
     The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
     block = block_size()
@@ -220,7 +220,7 @@ def _programs(
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
     def pick(model, hidden, keys, number, seen):
-        """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), those of the text."""
+        """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), which ids the text has."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
         if seen is not None:
             less = jnp.where(logits > 0, logits / penalty, logits * penalty)

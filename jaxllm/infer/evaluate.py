@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
-    """The options, with those of the data as `overrides`; raises InputError for bad ones."""
+    """The options, with the data's options as `overrides`; raises InputError for bad ones."""
     parser = Parser(
         prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],

@@ -178,21 +178,12 @@ class Attention(Layer):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
 
         def op(q, k, v, keys, values, lengths, *scales):
-            return decode_attention(
-                q,
-                keys,
-                values,
-                lengths,
-                new=(k, v),
-                **dict(zip(("k_scale", "v_scale"), scales, strict=False)),
-                window=self.window,
-                softcap=self.softcap,
-                scale=self.scale,
-                theta=self.rope_theta,
-                scaling=self.rope_scaling,
-                # None, even where training asks for kernels, because this kernel has other limits.
-                implementation="xla" if self.implementation == "xla" else None,
-            )
+            options: dict = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            options |= dict(theta=self.rope_theta, scaling=self.rope_scaling)
+            # None, even where training asks for kernels, because this kernel has other limits.
+            options |= dict(implementation="xla" if self.implementation == "xla" else None)
+            return decode_attention(q, keys, values, lengths, new=(k, v), **options)
 
         keys, values, *scales = cache.arrays
         specs = (*[HEADS] * 5, P(BATCH), *[P(BATCH, HEADS[2])] * len(scales))
@@ -205,8 +196,7 @@ def _filled(k, v, cache):
     """The arrays of a cache with the keys and values (B, T, K, D) of the prompts."""
     if (t := k.shape[1]) > cache.size:
         raise ValueError(f"T={t} positions are more than the cache's size={cache.size}")
-    room = ((0, 0), (0, cache.size - t), (0, 0), (0, 0))
-    pad = lambda x: jnp.pad(x, room)
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, cache.size - t), (0, 0), (0, 0)))
     if not cache.float8:
         return pad(k), pad(v)
     seen = (jnp.arange(t)[None] < cache.lengths[:, None])[:, :, None, None]

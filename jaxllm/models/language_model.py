@@ -68,7 +68,7 @@ class Block(Layer):
         self.mlp: Any = make_mlp(config.d_model, config.ff_width, **options)
 
     def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
-        """(stream, cache) after the block, None for a cache that is None."""
+        """(stream, cache) after the block; without a cache the second is None."""
         mixer = getattr(self, self.mixer)
         x = stream.residual
         further = cache is not None and cache.arrays is not None and stream.branch is None
@@ -78,7 +78,7 @@ class Block(Layer):
             x, cache = mixer.of_row(x, self.norm_1, cache)
             return Stream(None, None, self.mlp.of_row(x, self.norm_2)), cache
         where = (positions,) if self.mixer == "attention" else ()
-        # Then the next norms add the biases of GPT-2's matrices.
+        # Whether the next norms add the biases of `out` and `down`, as in GPT-2.
         apart = self.mlp.down.joins and self.mlp.down.bias is not None
         options = dict(add_bias=False) if apart else {}
         out_bias, down_bias = (

@@ -130,7 +130,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
     """
     config = config or trainer.config
     state = trainer.abstract_state()
-    working, frozen = trainer.working(state), trainer.frozen(state.base)
+    working, frozen = trainer.working(state), nnx.merge_state(state.base, trainer.abstract_keys)
     model, train, shape = config.model, config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
@@ -150,7 +150,10 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
 def _kept_by_forward(
     config: Config, working: nnx.State, frozen: nnx.State, batch
 ) -> tuple[int, int]:
-    """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
+    """Bytes of (activations, logits) in the traced gradient of the loss on one device.
+
+    frozen: what the model takes besides the parameters, the base and dropout keys.
+    """
     graph, _ = step_model(config)
 
     def backward(params, frozen, batch):
@@ -162,7 +165,7 @@ def _kept_by_forward(
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
     given = set(traced.invars)
     kept: dict[Var, Any] = {v: v.aval for v in traced.outvars if isinstance(v, Var)}
-    # Without gradients, which have the parameters' shapes.
+    # Gradients, which have the parameters' shapes, do not count.
     held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1
     arrays = [aval for v, aval in kept.items() if v not in given and held(aval)]
     size = lambda array: array.size * array.dtype.itemsize

@@ -51,10 +51,10 @@ def find_or_compile(
     The ops' decisions are recorded (`dispatch.explain()`) in either case.
     trace: its name stands for the step.  timings, lowered: as for `compile_autotuned`.
     """
-    place, before = _place(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
-    if place is not None and place.exists():
+    path, before = _path_of_step(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
+    if path is not None and path.exists():
         lowered()
-        if (program := read(place, trainer, timings)) is not None:
+        if (program := read(path, trainer, timings)) is not None:
             return program
     few, config, lower = None, trainer.config, lambda: trace(trainer).lower()
     if timings is not None and not timings.exists() and config.model.n_layers > BLOCKS:
@@ -62,12 +62,12 @@ def find_or_compile(
         few = _without_kernels(trace(Trainer(config, trainer.mesh, trainer.packing)))
         lower = dispatch.rehearsal()(lower)  # the ops are counted once: here
     program = compile_autotuned(lower, timings, few, lowered)
-    if place is not None:
-        write(place, program, Counter(dispatch.decisions(every=True)) - before, timings)
+    if path is not None:
+        write(path, program, Counter(dispatch.decisions(every=True)) - before, timings)
     return program
 
 
-def _place(trainer: Trainer, name: str) -> Path | None:
+def _path_of_step(trainer: Trainer, name: str) -> Path | None:
     """The file of a step in our cache; None: nothing is kept.
 
     Several processes that time kernels share the times, so a process that finds its step must not
@@ -133,7 +133,7 @@ def _modules() -> tuple[list[str], int]:
 
 
 def write(
-    place: Path, program: jax.stages.Compiled, decisions: Counter, timings: Path | None
+    path: Path, program: jax.stages.Compiled, decisions: Counter, timings: Path | None
 ) -> None:
     """Keeps a step, with the decisions of its ops and the matmul times that it was compiled with.
 
@@ -144,26 +144,26 @@ def write(
     times = timings.read_bytes() if timings is not None and timings.exists() else None
     try:
         content = pickle.dumps((serialize_executable.serialize(program), decisions, times))
-        write_new(place, _checksum(place, content) + content)
+        write_new(path, _checksum(path, content) + content)
     except Exception as e:  # whatever JAX or pickle raises, or a full disk
         log.warning("the compiled step is not kept: %s", in_short(e))
 
 
-def _checksum(place: Path, content: bytes | memoryview) -> bytes:
+def _checksum(path: Path, content: bytes | memoryview) -> bytes:
     """A checksum that also differs for the whole file of another step under this name."""
-    return hashlib.sha256(place.name.encode() + content).digest()
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
-def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
+def read(path: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
     """A kept step, or None if there is none for these times of matmuls; deletes a damaged file.
 
     A new run takes the step's times; a resumed run has the times its program was compiled with.
     """
     try:
-        content = memoryview(place.read_bytes())
-        if place.stat().st_uid != os.getuid():  # a pickle may run any code
+        content = memoryview(path.read_bytes())
+        if path.stat().st_uid != os.getuid():  # a pickle may run any code
             raise ValueError("it belongs to another user")
-        if _checksum(place, content[32:]) != content[:32]:
+        if _checksum(path, content[32:]) != content[:32]:
             raise ValueError("its checksum differs")
         serialized, decisions, times = pickle.loads(content[32:])
         if timings is not None and timings.exists() and timings.read_bytes() != times:
@@ -174,8 +174,8 @@ def read(place: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Comp
         return None
     except Exception as e:  # whatever JAX or pickle raises for a file that is not as it was
         with contextlib.suppress(OSError):
-            place.unlink()
-        log.warning("%s cannot be read, compiling again: %s", place, in_short(e))
+            path.unlink()
+        log.warning("%s cannot be read, compiling again: %s", path, in_short(e))
         return None
     if timings is not None and times is not None:
         write_new(timings, times)
@@ -276,8 +276,8 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
     A new run takes the times of an earlier run of the same program from our cache.
     """
     device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
-    place = jax.__version__, device.client.platform_version, device.device_kind
-    key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
+    versions = jax.__version__, device.client.platform_version, device.device_kind
+    key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *versions)
     known = cache_folder(None) / "timings" / f"{key}.txt" if cache_is_used() else timings
     if not timings.exists() and os.access(known, os.R_OK):
         write_new(timings, known.read_bytes())

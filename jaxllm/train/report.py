@@ -63,6 +63,7 @@ class LoadedRun:
         if not self.rows:
             raise InputError(f"{folder} holds no metrics yet; jaxllm train writes them")
         self.name, self.color = folder.resolve().name, color
+        self.steps = max(row["step"] for row in self.rows)  # the last one may have no loss
         try:
             self.about = read_json(folder / "run.json", optional=True)
             self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
@@ -223,7 +224,6 @@ def summary(run: LoadedRun) -> dict[str, str]:
         values = [v for _, v in run.points(key)]
         return form.format(choose(values)) if values else ""
 
-    steps = max(row["step"] for row in run.rows)
     duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
@@ -231,8 +231,8 @@ def summary(run: LoadedRun) -> dict[str, str]:
     bits = number("val_loss", "{:.4f}", lambda values: min(values) * each) if each else ""
     return {
         "model": str(run.about.get("model", "")),
-        "steps": f"{steps:,}{wanted}",
-        "tokens": f"{steps * run.tokens:,}" if run.tokens else "",
+        "steps": f"{run.steps:,}{wanted}",
+        "tokens": f"{run.steps * run.tokens:,}" if run.tokens else "",
         "loss of the last step": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
         "best validation, bits per byte": bits,
@@ -286,11 +286,10 @@ def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
         if validation := run.points("val_loss"):
             line += f", validation {validation[-1][1]:.4f}"
         lines.append(line)
-        steps = max(row["step"] for row in run.rows)  # the last one may have no loss
-        tokens = steps * (run.tokens or 0)
+        tokens = run.steps * (run.tokens or 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
         times = [ms / 1e3 for _, ms in run.points("step_ms")]
-        if spent := mean(times or [0]) * steps:  # some steps may not be logged
+        if spent := mean(times or [0]) * run.steps:  # some steps may not be logged
             line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
         lines.append(line)
     pages = [out_dir / name for name in ("loss.png", "report.html")]

@@ -80,10 +80,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -> None:
-    """Raises InputError for a valid configuration that cannot be trained, or names missing files.
+    """Raises InputError for a valid configuration that cannot be trained or names missing files.
 
     Does not import JAX, which takes seconds.
-    resume: the initial weights are in the checkpoint, but for the base of adapters.
+    resume: the checkpoint has the initial weights, except the base of adapters.
     """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":

@@ -180,10 +180,6 @@ class Trainer:
         make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
         return saved._replace(copies=make(saved.params), base=base)
 
-    def frozen(self, base: nnx.State) -> nnx.State:
-        """Whatever `step_graph` takes besides the parameters, in shapes: base and dropout keys."""
-        return nnx.merge_state(base, self.abstract_keys)
-
     def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
         """The keys of the adapters' dropout, for a part of the batch of a step; often none."""
         leaves, structure = jax.tree.flatten(self.abstract_keys)

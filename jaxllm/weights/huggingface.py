@@ -96,7 +96,7 @@ class HuggingFaceWeights:
         return x
 
     def params(self, names: Iterable[str]) -> Iterator:
-        """`param` of each name, in order; a GPU, in the only process, converts those of blocks.
+        """`param` of each name, in order; a GPU, in the only process, converts a block's.
 
         The embedding and the head of an 8B would take more memory there than its packed blocks.
         """

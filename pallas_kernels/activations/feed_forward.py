@@ -94,7 +94,7 @@ def _check(x, up, down, gate, bias):
 
 
 def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, fused=False):
-    """The same by matmuls, and the activation by its own op.
+    """Computes `mlp` by matmuls, and by the op of its activation.
 
     fused: the backward pass of the activation is a part of the matmul before it.
     """

@@ -28,15 +28,15 @@ def on_xla(case: Case, **options) -> Callable:
 
 def pull(op: Callable, *inputs):
     """The outputs and the function from their cotangents to the gradients of floating inputs."""
-    floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
+    places = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def of(*some):
         full = list(inputs)
-        for i, a in zip(floating, some, strict=True):
+        for i, a in zip(places, some, strict=True):
             full[i] = a
         return op(*full)
 
-    return jax.vjp(of, *(inputs[i] for i in floating))
+    return jax.vjp(of, *(inputs[i] for i in places))
 
 
 def both(op: Callable, dy, *inputs):

@@ -17,6 +17,16 @@ def text(sizes: dict[str, int]) -> str:
     return " ".join(f"{axis}{n}" for axis, n in sizes.items())
 
 
+def _empty_table(title: str, caption: str, numbers: str) -> Table:
+    """A table with the columns of `_first`, and one for each number (names between commas)."""
+    view = Table(title=title, caption=caption)
+    for name in _FIRST:
+        view.add_column(name)
+    for name in numbers.split(", "):
+        view.add_column(name, justify="right")
+    return view
+
+
 def _number(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
@@ -29,11 +39,9 @@ def table(result: dict):
         return _unmeasured(result, title)
     copy, matmul = tops["copy_TB_per_s"], tops["matmul_TFLOP_per_s"]
     title += f", copy {copy:.2f} TB/s, matmul {matmul:.0f} TFLOP/s"
-    view = Table(title=title, caption="*: partly served by the cache   error: relative, RMS")
-    for name in _FIRST:
-        view.add_column(name)
-    for name in ("ms", "rate", "of ceiling", "XLA ms", "x XLA", "x cuDNN", "error", "XLA's"):
-        view.add_column(name, justify="right")
+    caption = "*: partly served by the cache   error: relative, RMS"
+    numbers = "ms, rate, of ceiling, XLA ms, x XLA, x cuDNN, error, XLA's"
+    view = _empty_table(title, caption, numbers)
     for r in result["records"]:
         mine = r["ms"].get("mosaic")
         times = lambda rival, r=r, mine=mine: (
@@ -55,11 +63,8 @@ def table(result: dict):
 
 def _unmeasured(result: dict, title: str):
     """The table without times: what each op must move and compute, and the jnp form's error."""
-    view = Table(title=title, caption="error: of the jnp form, relative, RMS")
-    for name in _FIRST:
-        view.add_column(name)
-    for name in ("MB", "GFLOP", "operations a byte", "error"):
-        view.add_column(name, justify="right")
+    caption = "error: of the jnp form, relative, RMS"
+    view = _empty_table(title, caption, "MB, GFLOP, operations a byte, error")
     for r in result["records"]:
         error = r["error"].get("xla")
         view.add_row(
@@ -72,6 +77,12 @@ def _unmeasured(result: dict, title: str):
     return view
 
 
+def _one_line_each(bars, records: list[dict]) -> None:
+    """Names the records of horizontal bars, the first at the top."""
+    bars.set_yticks(range(len(records)), [" ".join(_first(r)[:3]) for r in records], fontsize=7)
+    bars.invert_yaxis()
+
+
 def _draw_unmeasured(result: dict, path: Path) -> None:
     """Plots the operations for each byte, which give an op's position under any roofline."""
     from matplotlib.figure import Figure
@@ -82,8 +93,7 @@ def _draw_unmeasured(result: dict, path: Path) -> None:
     bars.set_title(f"Not measured: {result['not_measured']}", fontsize=8, wrap=True)
     bars.barh(range(len(records)), [r["flops"] / r["bytes"] for r in records], color="lightgrey")
     bars.set(xscale="log", xlabel="operations a byte; below about 270 memory limits an H100")
-    bars.set_yticks(range(len(records)), [" ".join(_first(r)[:3]) for r in records], fontsize=7)
-    bars.invert_yaxis()
+    _one_line_each(bars, records)
     figure.savefig(path, dpi=120)
 
 
@@ -119,8 +129,7 @@ def draw(result: dict, path: Path) -> None:
         if name == "mosaic":
             bars.barh(rows, shares, color="lightgrey")
         bars.scatter(shares, rows, marker=marker, label=name)
-    bars.set_yticks(range(len(records)), [" ".join(_first(r)[:3]) for r in records], fontsize=7)
-    bars.invert_yaxis()
+    _one_line_each(bars, records)
     bars.axvline(1, color="black")
     roof.legend()
     bars.legend()

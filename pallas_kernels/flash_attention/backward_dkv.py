@@ -79,9 +79,9 @@ def scratch(s: Schedule) -> dict:
         do=s.buffer(s.stages, s.columns),
         minus_lse=stat,
         minus_delta=stat,
-        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
+        k_bars=plgpu.Barrier(num_arrivals=1 + s.segmented, num_barriers=own),
         v_bars=plgpu.Barrier(num_barriers=own),
-        q_full=ring(num_arrivals=2 + s.packed),
+        q_full=ring(num_arrivals=2 + s.segmented),
         do_full=ring(num_arrivals=2),
         free=ring(num_arrivals=s.wgs),  # one for Q and dO: a warpgroup leaves both at once
         k_ids=s.ids(own, ROWS),
@@ -119,7 +119,7 @@ def load_kv(w: Worker, item, side=0):
     v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
     plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
     plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
-    if s.packed:
+    if s.segmented:
         ids = w.inputs.k_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
@@ -199,7 +199,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, ids = w.schedule, None
     x, slope = masks.logits(scores, s.scale, s.softcap)
-    if masked and s.packed:
+    if masked and s.segmented:
         ids = k_ids, mosaic.read(w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)], COL)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
@@ -237,7 +237,7 @@ def all_heads(w: Worker, i: Item, add):
 def wait_for_k(w: Worker, i: Item):
     """Returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
-    return mosaic.read(w.smem.k_ids.at[i.at], ROW) if w.schedule.packed else None
+    return mosaic.read(w.smem.k_ids.at[i.at], ROW) if w.schedule.segmented else None
 
 
 def store(w: Worker, i: Item, name: str, x):

@@ -32,9 +32,9 @@ from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
 
-def tiles(head_dim: int, packed: bool) -> Tiles:
+def tiles(head_dim: int, segmented: bool) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
-    if head_dim <= 80 and not packed:
+    if head_dim <= 80 and not segmented:
         return Tiles(2, 128, 3, True, 16)
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
         return Tiles(3, 64, 4, True, 16)
@@ -67,8 +67,8 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
         stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
-        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
-        k_full=ring(num_arrivals=1 + s.packed),
+        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.segmented, num_barriers=s.wgs),
+        k_full=ring(num_arrivals=1 + s.segmented),
         v_full=plgpu.Barrier(num_barriers=ahead(s)),
         free=ring(num_arrivals=s.wgs),
         ids=s.ids(s.stages + s.wgs, ROWS),  # of each slot of K, and of each warpgroup's queries
@@ -119,7 +119,7 @@ def load_rows(w: Worker, item, side=0):
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
     for n, ref in enumerate(stats):
         plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
-    if s.packed:
+    if s.segmented:
         ids = inputs.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
@@ -210,13 +210,13 @@ def rows_of(w: Worker, i: Item) -> Rows:
     lse = stat(smem.stats.at[0, w.wg])
     lse2 = lax.optimization_barrier(lse * LOG2E)
     minus_lse = lse * (-1 / s.scale) if s.softcap is None else -lse2
-    q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
+    q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.segmented else None
     do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w)))
     minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
     for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
-        mosaic.store(ref.at[i.batch, i.head, i.rows], value)
+        mosaic.store(ref.at[i.batch, i.head, pl.ds(i.row, ROWS)], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
 
@@ -226,7 +226,7 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     s = w.schedule
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
-        ids = (rows.q_ids, mosaic.read(w.smem.ids.at[s.slot(n)], COL)) if s.packed else None
+        ids = (rows.q_ids, mosaic.read(w.smem.ids.at[s.slot(n)], COL)) if s.segmented else None
         x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
@@ -271,7 +271,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
             wait_for_keys(w, i, n + 1)
         # Compute dS.
         dp = dp_acc[...]  # less delta
-        if masked and s.packed:
+        if masked and s.segmented:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
         ds = masks.d_scores(p, dp, slope).astype(s.dtype)
@@ -347,6 +347,6 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     memory = functools.partial(scratch, has_dlse=dlse is not None)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
-        "attention_backward_dq", body, tiles(q.shape[-1], call.packed), call, inputs, segments,
+        "attention_backward_dq", body, tiles(q.shape[-1], call.segmented), call, inputs, segments,
         out_type, memory, reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -44,18 +44,18 @@ LEAP = 8.0  # how far logits in base 2 may exceed what their row's weights refer
 LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
-def tiles(head_dim: int, packed: bool) -> Tiles:
+def tiles(head_dim: int, segmented: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
     if head_dim <= 80:
         return Tiles(3, 128, 3, True, 16)
     if head_dim == 112:
         return Tiles(3, 96, 2, True, 16)
     if head_dim <= 128:
-        return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
+        return Tiles(2, 128, 3, head_dim <= 96 or not segmented, 16)
     # The more columns O has, the fewer keys fit in registers and shared memory.
     if head_dim <= 160:
         return Tiles(2, 128, 2, False, 16)
-    return Tiles(2, 96 if head_dim <= (192 if packed else 224) else 64, 2, False, 16)
+    return Tiles(2, 96 if head_dim <= (192 if segmented else 224) else 64, 2, False, 16)
 
 
 def v_stages(s: Schedule) -> int:
@@ -71,8 +71,8 @@ def scratch(s: Schedule) -> dict:
         qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
         v=s.buffer(v_stages(s), s.columns, over_rows=True),  # the ring of V
-        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
-        k_full=ring(num_arrivals=1 + s.packed),
+        q_bars=plgpu.Barrier(num_arrivals=1 + s.segmented, num_barriers=own),
+        k_full=ring(num_arrivals=1 + s.segmented),
         v_full=v_ring(),
         k_free=ring(num_arrivals=s.wgs),
         v_free=v_ring(num_arrivals=s.wgs),
@@ -113,7 +113,7 @@ def load_q(w: Worker, item, side=0):
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at = side * s.wgs + w.wg
     plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
-    if s.packed:
+    if s.segmented:
         ids = w.inputs.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
@@ -189,11 +189,11 @@ def pass_by(w: Worker, i: Item, low, high):
 
 def mask(w: Worker, i: Item, x, n):
     s, smem, ids = w.schedule, w.smem, None
-    if s.packed:
+    if s.segmented:
         k_ids = smem.k_ids.at[keys_of(w).ring.slot(n)]
         ids = mosaic.read(smem.q_ids.at[i.at], ROW), mosaic.read(k_ids, COL)
     x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
-    if s.packed:
+    if s.segmented:
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return x
 
@@ -203,13 +203,13 @@ def scores(w: Worker, i: Item, x, n, masked):
     s = w.schedule
     if s.softcap is not None:
         x, _ = masks.logits(x, s.scale, s.softcap)
-    if not s.packed:
+    if not s.segmented:
         keys_of(w).ring.release(n)
     if masked is True:
         x = mask(w, i, x, n)
     elif masked is not False:
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
-    if s.packed:
+    if s.segmented:
         keys_of(w).ring.release(n)
     return x
 
@@ -231,7 +231,7 @@ def factor_of(s: Schedule, logit):
 
 
 def above(x, factor, m):
-    """Logits of scores x less m of their row: one multiply-add an element."""
+    """The logits of scores x, less their row's m: one multiply-add for each element."""
     return x * along(factor, x.shape, 0) - along(m, x.shape, 0)
 
 
@@ -241,7 +241,7 @@ def by_thread(f, x):
 
 
 def sums(s: Schedule, p):
-    """Of each row.  Early ones stay `by_thread`: 3% faster at D = 128, but at 64 it would spill."""
+    """Row sums.  If `weighs_early` they stay `by_thread`: 3% faster at D = 128; 64 would spill."""
     return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
 
 
@@ -303,7 +303,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     s = w.schedule
     p, m, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
-    crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
+    crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.segmented
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
     slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
     # Issue both matmuls.
@@ -338,7 +338,7 @@ def accumulate(w: Worker, i: Item, o_acc):
     load_following_q(w, i)
     # Walk over the others.
     p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
-    if w.schedule.packed:
+    if w.schedule.segmented:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
     plgpu.wgmma(o_acc, p, w.smem.v.at[values_of(w).ring.wait(i.last - 1)])
@@ -359,7 +359,7 @@ def store(w: Worker, i: Item, o, m, l):
     row += w.wg * ROWS
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
     m = jnp.where(abs(m) < LARGE, m, m * (unit(s) / factor_of(s, LARGE)))
-    o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
+    o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.segmented))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
     schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row, head)
@@ -403,7 +403,7 @@ def forward(q, k, v, segments=None, *, call: Call):
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
     segments: ids of the queries and of the keys, as op.py pads them, or None.
     """
-    tile, inputs = tiles(q.shape[-1], call.packed), dict(q=q, k=k, v=v)
+    tile, inputs = tiles(q.shape[-1], call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
         "attention_forward", body, tile, call, inputs, segments, out_type, scratch

@@ -58,7 +58,7 @@ _TILES = {  # kernel, tight: (rows of a block, columns of a step) for D up to 64
 
 def tiles(kernel: str, head_dim: int, call: Call) -> Tiles:
     # In the backward pass segments and softcap need registers.
-    more = kernel != "forward" and (call.packed or call.softcap is not None)
+    more = kernel != "forward" and (call.segmented or call.softcap is not None)
     width = schedule.width_of(head_dim)
     block, step = _TILES[kernel, mosaic.is_tight() or more][(width > 64) + (width > 128)]
     return Tiles(1, step, 1, False, 16, block)
@@ -142,7 +142,7 @@ def mask(b: Block, tile, x):
 
     def masked(x):
         column, ids = tile * s.columns, None
-        if s.packed:
+        if s.segmented:
             ids = inputs.q_ids, inputs.k_ids
             rows, columns = reversed(ids) if visits.by_keys else ids
             mine = mosaic.read(rows.at[b.batch, b.rows], ROW)
@@ -184,7 +184,7 @@ def forward_body(w: Worker):
     nothing = mosaic.zeros((s.block, s.width), WGMMA), *masks.no_keys(s.block)
     o, m, l = lax.fori_loop(0, b.high - b.low, functools.partial(forward_step, b), nothing)
     # Divide O by the sums, and store it and the log-sum-exp.
-    blind = masks.some_rows_see_nothing(s.visits.window, s.packed, s.block)
+    blind = masks.some_rows_see_nothing(s.visits.window, s.segmented, s.block)
     o, lse = masks.finish(o, m, l, blind=blind)
     ampere.meet()  # all have multiplied with Q, whose place O takes
     smem.q[...] = o.astype(s.dtype)

@@ -67,7 +67,7 @@ class Visits(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """In all."""
+        """Number of tiles of columns."""
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
 
     @property
@@ -76,16 +76,16 @@ class Visits(NamedTuple):
         return not self.by_keys and self.lengths[1] % self.size != 0
 
     def columns(self, row):
-        """(the first one that a row sees, the one after its last), None where nothing limits it."""
+        """(first column that a row sees, column after its last); None where nothing limits it."""
         causal, window, offset = self.causal, self.window, self.offset
         if self.by_keys:
             return row - offset if causal else None, window and row + window - offset
         return window and row + offset - window + 1, row + offset + 1 if causal else None
 
     def seen(self, first, end, low, high):
-        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none.
+        """(first, end) of the tiles, out of low ... high - 1, that these rows see: one at least.
 
-        Rows: integers of a kernel, or numpy arrays.
+        Rows first ... end - 1: integers of a kernel, or numpy arrays.
         """
         clip = np.clip if isinstance(first, np.ndarray) else jnp.clip
         start, stop = self.columns(first)[0], self.columns(end - 1)[1]
@@ -96,7 +96,7 @@ class Visits(NamedTuple):
         return low, high
 
     def whole(self, first, end, low, high):
-        """Tiles whose columns all of these rows see; low >= high where there are none."""
+        """(first, end) of the tiles that each of these rows sees whole; first >= end: none."""
         start, stop = self.columns(end - 1)[0], self.columns(first)[1]
         if start is not None:
             low = jnp.maximum(low, (start + self.size - 1) // self.size)
@@ -105,9 +105,9 @@ class Visits(NamedTuple):
         return low, high
 
 
-def some_rows_see_nothing(window: int | None, packed: bool, rows: int = ROWS) -> bool:
+def some_rows_see_nothing(window: int | None, segmented: bool, rows: int = ROWS) -> bool:
     """Whether one of `rows` aligned rows may see no key: by segments, or past T by the window."""
-    return packed or (window is not None and window < rows)
+    return segmented or (window is not None and window < rows)
 
 
 def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
@@ -186,8 +186,8 @@ def finish(o, m, l, *, blind: bool):
 def visible(x, visits: Visits, row, column, ids=None):
     """Scores x with -inf where a query may not see a key.
 
-    row, column: what x's first row and its first column are.  ids: of the rows and of the columns,
-    or None without segments.
+    row, column: the numbers of x's first row and first column.  ids: (the rows' ids, the columns'
+    ids), or None without segments.
     """
     # One number for each row or column, and broadcast: as numbers of each element they would all
     # be in registers.

@@ -302,7 +302,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
     segments: ids of the queries and of the keys, padded to multiples of `stat_rows(1)`, or None.
     """
     rows = 2 * ROWS if call.general else ROWS
-    if masks.some_rows_see_nothing(call.window, call.packed, rows):
+    if masks.some_rows_see_nothing(call.window, call.segmented, rows):
         # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)

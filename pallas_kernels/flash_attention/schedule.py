@@ -33,7 +33,7 @@ class Call(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
-    packed: bool = False  # there are segments
+    segmented: bool = False  # there are segments
     # (H, K) if one array (B, T, H + 2 K, D) holds q, k and v, in this order.
     heads: tuple[int, int] | None = None
     general: bool = False  # for every GPU since Ampere, not for Hopper
@@ -71,17 +71,17 @@ class Schedule(NamedTuple):
     v_first: int
     scale: float
     softcap: float | None
-    packed: bool  # there are segments
+    segmented: bool  # there are segments
 
     @property
     def sets(self) -> int:
-        """How many times 64 rows a block owns."""
+        """Number of groups of 64 rows that a block owns."""
         return self.block // ROWS
 
     @property
     def masks_first(self) -> bool:
         """Whether a mask may hide something in a warpgroup's first step."""
-        return self.visits.causal or self.visits.ragged or self.packed
+        return self.visits.causal or self.visits.ragged or self.segmented
 
     @property
     def persistent(self) -> bool:
@@ -120,8 +120,8 @@ class Schedule(NamedTuple):
         return mosaic.tiled(n, rows, self.width, dtype=self.dtype, cols=cols)
 
     def ids(self, n: int, rows: int):
-        """Shared memory for n times that many ids, or None without segments."""
-        return plgpu.SMEM((n, rows), jnp.int32) if self.packed else None
+        """Shared memory for the ids of n tiles of so many rows, or None without segments."""
+        return plgpu.SMEM((n, rows), jnp.int32) if self.segmented else None
 
 
 def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedule:
@@ -151,7 +151,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     # What segments leave of an item is not known when it is planned.  Many blocks may then differ
     # much from what they were taken for: by simulation the forward pass gains 0 to 20% up to 16
     # blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
-    known, sms = not call.packed or levels <= 16, mosaic.sm_count()
+    known, sms = not call.segmented or levels <= 16, mosaic.sm_count()
     if tile.persistent and known and levels * pairs > sms:
         costs = block_costs(visits, first_row(np.arange(levels)), block)
         table = plan(costs, pairs, mosaic.cdiv(pairs, sections), sms)
@@ -177,7 +177,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     width = width_of(d) if call.general else d
     return Schedule(
         visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
-        group, k_first, v_first, call.scale, call.softcap, call.packed,
+        group, k_first, v_first, call.scale, call.softcap, call.segmented,
     )  # fmt: skip
 
 

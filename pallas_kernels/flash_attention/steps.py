@@ -52,10 +52,6 @@ class Item(NamedTuple):
     def end(self):
         return self.stream.end
 
-    @property
-    def rows(self):
-        return pl.ds(self.row, ROWS)
-
 
 def unsettled(i: Item, s: Schedule, n):
     """i.at, hidden from the compiler.
@@ -98,7 +94,7 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
     first, last = map(step, own)
     unmasked = jnp.clip(step(whole[0]), first + 1, last) if s.masks_first else first + 1
     edge = last
-    if visits.window is not None or s.packed:
+    if visits.window is not None or s.segmented:
         edge = jnp.clip(step(whole[1]), unmasked, last)
     return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
 
@@ -137,8 +133,9 @@ class Operand(NamedTuple):
     smem: Any
     warp: int
     ahead: int  # how many steps early a tile is loaded
-    ids: tuple = (None, None)  # what comes along with each tile: ids, if any, (ref, shared memory)
-    stats: tuple = (None, None)  # the statistics of its rows
+    # Loaded with each tile, as (reference, shared memory): the ids and the statistics of its rows.
+    ids: tuple = (None, None)
+    stats: tuple = (None, None)
 
     def send(self, n, batch, head, columns):
         """Starts to copy these columns for step n."""
@@ -158,7 +155,7 @@ def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
 
 
 def send_any(w: Worker, n, stream: Stream, send):
-    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
+    """send(the stream that has step n): this one, or after its end the next item's, if any."""
 
     def send_following():
         coming = stream_of(w, stream.following, stream.end)
@@ -185,7 +182,7 @@ def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
     """Starts to copy the tile of a step, the nth of its item, once all have left its buffer.
 
     The tile may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item
-    follow those of the last head.
+    follow the last head's.
     """
     s = w.schedule
     past = nth - s.group * stream.end
@@ -214,9 +211,9 @@ def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
     start: after i.first.  crosses: the diagonal may cross those before i.unmasked.
     """
     steps = lambda low, high, masked: pl.loop(low, high)(lambda n: step(n, masked))
-    if crosses or s.packed:  # segments may begin and end anywhere
+    if crosses or s.segmented:  # segments may begin and end anywhere
         steps(start, i.unmasked, True)
         start = i.unmasked
     steps(start, i.edge, False)
-    if s.visits.window is not None or s.packed:
+    if s.visits.window is not None or s.segmented:
         steps(i.edge, i.last, True)

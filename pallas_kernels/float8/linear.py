@@ -42,7 +42,7 @@ def fp8_linear(
     total: Float[Array, "K N"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """x @ weight + bias in x's dtype; this matmul and those of both gradients take fp8 operands.
+    """x @ weight + bias in x's dtype; this matmul and both gradients' matmuls take fp8 operands.
 
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight + bias in
     x's dtype, which `dispatch.explain()` reports.

@@ -92,7 +92,8 @@ def linear_cross_entropy(
     needs the flag of XLA that `fp8_linear` needs.
     total: of gradients of the weight so far (totals.py), for reduction="sum"; the gradient of the
     result must be 1, or the total's is NaN: `scale` takes any other factor.
-    chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
+    chunk: tokens whose logits exist at a time (default: as many as fit 960 MiB beside the weight's
+    copies, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     """
     vocab_size = _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk)

@@ -48,16 +48,16 @@ def chunkwise(
     """Computes `reference.chunkwise` with the kernels, for eps = 0.
 
     operands: q, k and v, or a Packed of them.
-    weight: of the norm that follows, if it `fits`; o is then the fourth part of the Packed.
+    weight: of the norm that follows, if `gated_fits`; o is then the fourth part of the Packed.
     """
     packed = operands if isinstance(operands, Packed) and in_place(operands) else None
     q, k, v, *_ = split(operands) if packed is None else shapes(operands)
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
-    starts = None if segment_ids is None else reference._starts(segment_ids)
-    i, lf = reference._log_gates(i, f, gate, wide)
+    starts = None if segment_ids is None else reference.starts_of(segment_ids)
+    i, lf = reference.log_gates(i, f, gate, wide)
     first, m = None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
-        c, n, m = reference._state(initial_state, q, v)
+        c, n, m = reference.state_of(initial_state, q, v)
         # 1, with the gradient of e^m, because the kernels do not differentiate m.
         scale = jnp.exp(m - lax.stop_gradient(m))
         c = mosaic.pad_axis(mosaic.pad_axis(c, 2, SIZE), 3, SIZE)

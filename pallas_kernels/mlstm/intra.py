@@ -58,7 +58,7 @@ class ChunkPlan(NamedTuple):
 
     mode: Mode
     normalize: bool
-    packed: bool  # several documents in a sequence
+    segmented: bool  # several documents in a sequence
     dtype: Any
     length: int  # T
     heads: int
@@ -245,7 +245,7 @@ def decays(w: ChunkWorker):
     i, j = w.row0 + iota(0, layout=WGMMA), w.row0 + iota(1, layout=WGMMA)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
-    if s.packed:
+    if s.segmented:
         visible = visible & (position >= load_tile(w, "start").astype(jnp.int32) + w.row0)
     return jnp.exp2(jnp.where(visible, load_tile(w, "row") + load_tile(w, "col"), -jnp.inf))
 
@@ -372,8 +372,8 @@ def chunk_outputs(
     joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
     (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]
-    items, packed = batch * heads * chunks, vectors["start"] is not None
-    s = ChunkPlan(mode, normalize, packed, a.array.dtype, length, heads, chunks, a.tiles, x.tiles)
+    items, kind = batch * heads * chunks, (mode, normalize, vectors["start"] is not None)
+    s = ChunkPlan(*kind, a.array.dtype, length, heads, chunks, a.tiles, x.tiles)
     # Shared memory gets lines of float32.
     line = lambda z: z.astype(jnp.float32).reshape(batch, heads, -1)
     given = {k: line(z) for k, z in dict(vectors, along=along).items() if z is not None}

@@ -35,7 +35,7 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
     c, n, m_old = (x.astype(stat) for x in state)
     q, k, v = (x.astype(stat) for x in (q, k, v))
-    i, lf = _log_gates(i, f, gate, stat)
+    i, lf = log_gates(i, f, gate, stat)
     m = jnp.maximum(jnp.maximum(lf + m_old, i), floor(stat))
     forget, admit = jnp.exp(lf + m_old - m)[..., None], jnp.exp(i - m)[..., None]
     c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
@@ -62,7 +62,7 @@ def chunkwise(
     size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), i.shape[1]))
     options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)
     form = jax.checkpoint(functools.partial(_in_chunks, size=size, **options))
-    h, state = form(q, k, v, i, f, _state(initial_state, q, v))
+    h, state = form(q, k, v, i, f, state_of(initial_state, q, v))
     h = checkpoint_name(h, "vlstm")
     return (h, state) if return_state else h
 
@@ -74,14 +74,14 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     chunks = functools.partial(_chunks, size=size)
 
     # Split gates and documents into chunks.
-    i, lf = _log_gates(i, f, gate, stat)
+    i, lf = log_gates(i, f, gate, stat)
     # Padding has a closed input gate and an open forget gate, so it does not change the state.
     i, lf = chunks(jnp.maximum(i, CLOSED), fill=CLOSED), chunks(lf)
     q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
     seen = jnp.tril(jnp.ones((size, size), bool))
     continues = True  # whether a position belongs to the document of the carried state
     if segment_ids is not None:
-        starts = chunks(_starts(segment_ids)[..., None])
+        starts = chunks(starts_of(segment_ids)[..., None])
         document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
         seen = seen & (document[..., :, None] == document[..., None, :])
         continues = document == 0
@@ -205,13 +205,13 @@ def _reciprocal_jvp(primals, tangents):
     return y, -(y * (y * tangents[0]))
 
 
-def _log_gates(i, f, gate, stat):
+def log_gates(i, f, gate, stat):
     """Logarithms of the input gate and the forget gate."""
     i = i.astype(stat)
     return jax.nn.log_sigmoid(i) if gate == "sigmoid" else i, jax.nn.log_sigmoid(f.astype(stat))
 
 
-def _state(state, q, v):
+def state_of(state, q, v):
     """The given state in the statistics' dtype, with a finite m, or zeros."""
     stat = mosaic.stat_dtype(q.dtype)
     if state is not None:
@@ -222,7 +222,7 @@ def _state(state, q, v):
     return tuple(jnp.zeros(shape, stat) for shape in shapes)
 
 
-def _starts(segment_ids):
+def starts_of(segment_ids):
     """(B,T) bool: where a new document starts (never at the first position)."""
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 

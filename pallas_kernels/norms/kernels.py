@@ -8,7 +8,7 @@ global memory (tiling: tiles.py):
     backward   persistent blocks share an SM   x, dy (, ds, gate)  ->  n, g  ->  means of g, g n
                ->  dx (, dgate);  sums over the rows in registers, which XLA adds up
 
-Weights have one row (C,) for all heads or one for each of H heads; a program handles one head.
+Weights have one row (C,) for all heads or one for each of H heads; a block handles one head.
 """
 
 import functools
@@ -89,7 +89,7 @@ def _normalise(
     stat_refs, *, means_smem,
 ):  # fmt: skip
     """A block normalises one tile."""
-    tile, head = lax.axis_index("program"), lax.axis_index("head")
+    tile, head = lax.axis_index("block"), lax.axis_index("head")
     rows_of = lambda ref: ref.at[*t.place(ref, tile)]
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
@@ -160,7 +160,7 @@ def launch(direction, body, t: Tiling, out_type, scratch_types, centered: bool, 
         name=f"{fused}{'layer_norm' if centered else 'rms_norm'}_{direction}",
         out_type=out_type,
         scratch_types=scratch_types,
-        **mosaic.grid(program=t.programs, head=t.heads),
+        **mosaic.grid(block=t.blocks, head=t.heads),
         # A barrier at every load and store is too slow; the reductions synchronise the warps.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
@@ -190,7 +190,7 @@ def given(**arrays):
 
 @jax.jit(static_argnums=(0, 1))
 def backward(centered, _, saved, cotangents):
-    """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the programs' sums.
+    """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the blocks' sums.
 
     With a residual, both it and x get dx + ds; the gradient of x_bias is their sum over the rows,
     which would cost XLA another pass over memory.
@@ -202,7 +202,7 @@ def backward(centered, _, saved, cotangents):
     original = given(**dict(zip(("weight", "bias", "x_bias"), params, strict=True)))
     x, dy, ds, gate, weight, *_ = flatten(x, params, (x, dy, ds, gate))
     t = choose_tiling("backward", x.shape, x.dtype)
-    sums = jax.ShapeDtypeStruct((t.heads, t.programs, t.blocks, t.block), jnp.float32)
+    sums = jax.ShapeDtypeStruct((t.heads, t.blocks, t.strips, t.strip), jnp.float32)
     # Steps take turns, so that a warp that is a step ahead overwrites nothing.
     means = plgpu.SMEM((2, t.groups * (1 + centered), LINES), jnp.float32)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
@@ -225,13 +225,13 @@ def _backward_tiles(
     dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem,
 ):  # fmt: skip
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
-    program, head = lax.axis_index("program"), lax.axis_index("head")
+    block, head = lax.axis_index("block"), lax.axis_index("head")
     weight = None if weight_ref is None else weight_ref.at[head]
     window = lambda ref, tile: ref.at[t.place(ref, tile)]
     raw = lambda ref, g, c: mosaic.read(t.lines(ref, g, c), t.layout)
 
     def step(i, totals):
-        tile = program + i * t.programs
+        tile = block + i * t.blocks
         rows = {
             k: [[raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
             for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
@@ -244,10 +244,10 @@ def _backward_tiles(
         _second_pass(now, totals, *first)
         return totals
 
-    steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
+    steps = lax.div(t.tiles - 1 - block, jnp.int32(t.blocks)) + 1
     totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
     for k, ref in zip(summed, sum_refs, strict=True):
-        _store_sums(t, totals[k], lines_smem, ref.at[head, program])
+        _store_sums(t, totals[k], lines_smem, ref.at[head, block])
 
 
 class _Tile(NamedTuple):
@@ -329,10 +329,10 @@ def _add(totals, c, n, dy):
 
 
 def _store_sums(t: Tiling, total, lines_smem, ref):
-    """Writes the sums over this program's rows to ref (blocks, block)."""
+    """Writes the sums over this block's rows to ref (strips, strip)."""
     for c in t.chunks:
         if t.wide:
-            mosaic.store(ref.at[pl.ds(t.first_block(c), LINES)], total[c])
+            mosaic.store(ref.at[pl.ds(t.first_strip(c), LINES)], total[c])
             continue
         mosaic.store(lines_smem, total[c])  # the lines are different rows
         ampere.meet()

@@ -1,12 +1,12 @@
 """Splits a matrix into tiles of rows, for the kernels.
 
-A row is split into blocks of up to 256 columns.  Registers hold (4, block) arrays with one line for
+A row is split into strips of up to 256 columns.  Registers hold (4, strip) arrays with one line for
 each warp:
 
-    narrow    line 0 | row r    , block c |      wide    line 0 | row r, block 4 c     |
-              line 1 | row r + 1, block c |              line 1 | row r, block 4 c + 1 |
-              line 2 | row r + 2, block c |              line 2 | row r, block 4 c + 2 |
-              line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
+    narrow    line 0 | row r    , strip c |      wide    line 0 | row r, strip 4 c     |
+              line 1 | row r + 1, strip c |              line 1 | row r, strip 4 c + 1 |
+              line 2 | row r + 2, strip c |              line 2 | row r, strip 4 c + 2 |
+              line 3 | row r + 3, strip c |              line 3 | row r, strip 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
 memory.  All other code is the same.
@@ -43,11 +43,11 @@ class Tiling(NamedTuple):
     rows: int
     heads: int
     cols: int
-    block: int  # columns of a line
-    blocks: int  # of a row
+    strip: int  # columns of a line
+    strips: int  # of a row
     wide: bool
     tile: int  # rows
-    programs: int  # for each head; backward they are persistent
+    blocks: int  # for each head; backward they are persistent
 
     @property
     def tiles(self) -> int:
@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
     @property
     def chunks(self) -> range:
         """The register arrays of such a set."""
-        return range(mosaic.cdiv(self.blocks, LINES) if self.wide else self.blocks)
+        return range(mosaic.cdiv(self.strips, LINES) if self.wide else self.strips)
 
     @property
     def keeps_operands(self) -> bool:
@@ -69,28 +69,28 @@ class Tiling(NamedTuple):
 
         For narrow rows it is faster to compute them again.
         """
-        return self.wide and self.tile * self.blocks * self.block <= _KEPT
+        return self.wide and self.tile * self.strips * self.strip <= _KEPT
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (LINES, self.block)
+        return (LINES, self.strip)
 
     @property
     def layout(self) -> plgpu.Layout:
-        return mosaic.warp_rows(self.block // 32)
+        return mosaic.warp_rows(self.strip // 32)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The shape that kernels copy: (rows, heads, cols / block, block)."""
-        return (self.tiles * self.tile, self.heads, self.blocks, self.block)
+        """The shape that kernels copy: (rows, heads, cols / strip, strip)."""
+        return (self.tiles * self.tile, self.heads, self.strips, self.strip)
 
     def view(self, x):
-        """Splits the columns into blocks, after padding the rows to whole tiles."""
+        """Splits the columns into strips, after padding the rows to whole tiles."""
         x = mosaic.pad_axis(x, 0, self.tile) if x.ndim == 3 else x
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
     def place(self, ref, tile):
-        """Where an array has a tile's rows of this program's head.
+        """Where an array has a tile's rows of this block's head.
 
         A gate may stand in a wider array; its heads are the last ones there.
         """
@@ -100,24 +100,24 @@ class Tiling(NamedTuple):
     def unview(self, x):
         return x.reshape(*x.shape[:-2], self.cols)[: self.rows]
 
-    def first_block(self, chunk):
-        """The first block of a chunk of a wide row; the last chunk may repeat blocks."""
-        return min(chunk * LINES, self.blocks - LINES)
+    def first_strip(self, chunk):
+        """The first strip of a chunk of a wide row; the last chunk may repeat strips."""
+        return min(chunk * LINES, self.strips - LINES)
 
     def lines(self, ref, group, chunk):
         if self.wide:
-            return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
+            return ref.at[group, pl.ds(self.first_strip(chunk), LINES)]
         return ref.at[pl.ds(group * LINES, LINES), chunk]
 
     def weight(self, ref, chunk):
-        """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
+        """The columns of a chunk of a (strips, strip) weight, broadcast to every row."""
         if self.wide:
-            return mosaic.load(ref.at[pl.ds(self.first_block(chunk), LINES)], self.layout)
+            return mosaic.load(ref.at[pl.ds(self.first_strip(chunk), LINES)], self.layout)
         return self.broadcast(mosaic.load(ref.at[chunk], self.layout.reduce(0)), axis=1)
 
     def once(self, x, chunk):
         """Sets to zero what an earlier chunk has, too, so that a sum counts it once."""
-        repeated = chunk * LINES - self.first_block(chunk) if self.wide else 0
+        repeated = chunk * LINES - self.first_strip(chunk) if self.wide else 0
         if not repeated:
             return x
         line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
@@ -148,9 +148,9 @@ def choose_tiling(direction, shape, dtype) -> Tiling:
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES if wide else 1
     fitting = [b for b in (256, 128, 64) if cols % b == 0 and b <= widest]
-    # The widest of the blocks with which the last chunk repeats the least.
-    block = min(fitting, key=lambda b: mosaic.cdiv(cols, b * lines) * b * lines)
-    programs = mosaic.cdiv(rows, tile)
+    # The widest of the strips with which the last chunk repeats the least.
+    strip = min(fitting, key=lambda b: mosaic.cdiv(cols, b * lines) * b * lines)
+    blocks = mosaic.cdiv(rows, tile)
     if direction == "backward":
-        programs = min(programs, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    return Tiling(rows, heads, cols, block, cols // block, wide, tile, programs)
+        blocks = min(blocks, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
+    return Tiling(rows, heads, cols, strip, cols // strip, wide, tile, blocks)

@@ -41,14 +41,11 @@ from pallas_kernels.mosaic import read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, QuantizedWeight
-from pallas_kernels.quantized.unpack import COLUMN_SCALES, LANE_WORDS, PLANE_WORDS, SCALES
+from pallas_kernels.quantized.unpack import EDGE, TILES
 
-_N = 64  # rows of a wgmma, the columns of four tiles
-_TILES = _N // COLUMNS
 _WGS = 2
-_BLOCK = 64  # of k in a step: 128 bytes, one swizzle
-_BLOCKS = 4
-_TURN = _BLOCKS * _BLOCK  # of k: the longest step of the packed form
+_BLOCKS = 4  # of a turn; each is a step
+_TURN = _BLOCKS * EDGE  # of k: the longest step of the packed form
 _CHUNK = 64  # rows of x that the epilogue turns round at once
 _SMEM = 226 * 1024  # of a block; the rest of an SM's 227 KB is for barriers
 _MOST_SLOTS, _MOST_SPLITS = 3, 8
@@ -83,21 +80,21 @@ def plan(
 ) -> ManyPlan:
     """The plan for M rows of x (of dy for `back`) that should take least time."""
     turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
-    sets = mosaic.cdiv(weight.words.shape[0], _TILES * _WGS)
+    sets = mosaic.cdiv(weight.words.shape[0], TILES * _WGS)
     parts = weight.parts * (_TURN // weight.step)
     groups = max(1, _TURN // (weight.group or _TURN))
     if back:
         turns, sets = mosaic.cdiv(weight.words.shape[0], _TURN // COLUMNS), turns * _TURN // 128
-        parts, groups = _N // weight.step, 1
+        parts, groups = EDGE // weight.step, 1
     asymmetric = weight.offsets is not None
     splits = range(1, min(most_splits, turns) + 1)
     choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
     rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
-    tiles = _TURN // COLUMNS if back else _TILES
+    tiles = _TURN // COLUMNS if back else TILES
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
-    slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    sizes = rows, sets, turns, parts, groups, max(weight.step, _BLOCK), slots, stages, splits
+    slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * EDGE * rows) // slot)
+    sizes = rows, sets, turns, parts, groups, max(weight.step, EDGE), slots, stages, splits
     return ManyPlan(*sizes, tiles, back, weight.group)
 
 
@@ -106,7 +103,7 @@ def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
     blocks = sets * mosaic.cdiv(m, rows)
     # wgmma of 64 x rows x 64 takes 2 rows clocks, and a step has one for each warpgroup.
     steps = mosaic.cdiv(turns, splits) * _BLOCKS * 2 * _WGS * rows
-    sums = 2 * 4 * splits * blocks * rows * _N * _WGS  # bytes written and read
+    sums = 2 * 4 * splits * blocks * rows * EDGE * _WGS  # bytes written and read
     others = _FINISH + sums / _BYTES if splits > 1 else 0
     return mosaic.cdiv(blocks * splits, _SMS) * (_START + steps) + others
 
@@ -119,20 +116,20 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     p, columns = plan(x.shape[0], weight, most_splits=1, back=back), weight.shape[not back]
     # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
-    width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
+    width = max(_WGS, mosaic.cdiv(columns, EDGE)) * EDGE
     out = jax.ShapeDtypeStruct((mosaic.cdiv(len(x), 8) * 8, width), jnp.bfloat16)
     return _product(x, weight, out, p)[: len(x), :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
     """Whether `back` takes this weight: a warp has whole words and one group of its 64 k."""
-    return weight.bits in (4, 8) and weight.format != "2:4" and (weight.group or _N) % _N == 0
+    return weight.bits in (4, 8) and weight.format != "2:4" and (weight.group or EDGE) % EDGE == 0
 
 
 def sums(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p = plan(x.shape[0], weight)
-    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(len(x), p.rows) * p.rows
+    shape = p.splits, p.sets * _WGS * EDGE, mosaic.cdiv(len(x), p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     return _product(x, weight, out, p)
 
@@ -146,7 +143,7 @@ def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
         out_type=out,
         scratch_types=dict(
             **unpack.buffers(_WGS * p.slots, p.tiles, p.parts, p.groups, asymmetric),
-            x_smem=mosaic.tiled(p.stages, p.rows, _BLOCK, dtype=jnp.bfloat16),
+            x_smem=mosaic.tiled(p.stages, p.rows, EDGE, dtype=jnp.bfloat16),
             word_bars=plgpu.Barrier(num_arrivals=2 + asymmetric, num_barriers=_WGS * p.slots),
             x_bars=plgpu.Barrier(num_barriers=p.stages),
             free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),
@@ -181,10 +178,10 @@ def _body(p: ManyPlan, kind, words, scales, offsets, x, out, **smem):
 
         return acc[...]
 
-    total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
+    total = pl.run_scoped(multiply, plgpu.ACC((EDGE, p.rows), jnp.float32))
     if refs.out.dtype == jnp.float32:
         rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-        mosaic.store(refs.out.at[split, pl.ds(_columns(), _N), rows], total)
+        mosaic.store(refs.out.at[split, pl.ds(_columns(), EDGE), rows], total)
     else:
         _store_turned(p, refs, total)
 
@@ -203,7 +200,7 @@ def _fetch_words(p: ManyPlan, refs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     if p.back:
-        tile, part = turn * p.tiles, _columns() // _N * p.parts
+        tile, part = turn * p.tiles, _columns() // EDGE * p.parts
         group = lax.div(_columns(), jnp.int32(p.group or 1))
     else:
         tile, part, group = _columns() // COLUMNS, turn * p.parts, turn * p.groups
@@ -214,12 +211,12 @@ def _fetch_words(p: ManyPlan, refs, i, turn):
 def _load_x(p: ManyPlan, refs, s, k):
     """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-    _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)], refs.x_smem)
+    _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * EDGE, EDGE)], refs.x_smem)
 
 
 def _columns():
     """The first column n of this warpgroup."""
-    return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
+    return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * EDGE
 
 
 def _multiply(p: ManyPlan, kind, refs, i, acc, load):
@@ -237,24 +234,24 @@ def _multiply(p: ManyPlan, kind, refs, i, acc, load):
 
 def _columns_of(p: ManyPlan, kind, refs, slot):
     """w' of each step of a turn, 64 n x 64 k."""
-    per = p.step // _BLOCK  # blocks of a step of the packed form
+    per = p.step // EDGE  # blocks of a step of the packed form
     parts = p.parts * per // _BLOCKS
     words = []
     for block in range(_BLOCKS):
         if block % per == 0:
             own = range(block // per * parts, (block // per + 1) * parts)
-            words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
+            words = [read(refs.words_smem.at[slot, :, j], unpack.LANE_WORDS) for j in own]
         groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
-        scales = unpack.read_scales(refs, SCALES, *((slot, slice(None), g) for g in groups))
+        scales = unpack.read_scales(refs, unpack.SCALES, *((slot, slice(None), g) for g in groups))
         yield unpack.tile(words, *scales, block % per, *kind)
 
 
 def _transposed(p: ManyPlan, kind, refs, slot):
     """w' of each step of a turn, 64 k x 64 n."""
     for block in range(_BLOCKS):
-        tiles = range(block * _TILES, (block + 1) * _TILES)
-        words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[kind[0]]) for t in tiles]
-        scales = unpack.read_scales(refs, COLUMN_SCALES, *((slot, t) for t in tiles))
+        tiles = range(block * TILES, (block + 1) * TILES)
+        words = [read(refs.words_smem.at[slot, t], unpack.PLANE_WORDS[kind[0]]) for t in tiles]
+        scales = unpack.read_scales(refs, unpack.COLUMN_SCALES, *((slot, t) for t in tiles))
         yield unpack.transposed_tile(words, *scales, *kind)
 
 
@@ -268,5 +265,5 @@ def _store_turned(p: ManyPlan, refs, total):
         y_smem.at[pl.ds(c, _CHUNK)].transpose((1, 0))[...] = y
     plgpu.commit_smem()
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-    plgpu.copy_smem_to_gmem(y_smem, refs.out.at[rows, pl.ds(_columns(), _N)])
+    plgpu.copy_smem_to_gmem(y_smem, refs.out.at[rows, pl.ds(_columns(), EDGE)])
     plgpu.wait_smem_to_gmem(0)

@@ -35,13 +35,10 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA, read
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
-from pallas_kernels.quantized.formats import COLUMNS, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES
+from pallas_kernels.quantized.formats import QuantizedWeight
+from pallas_kernels.quantized.unpack import EDGE, LANE_WORDS, SCALES, TILES
 
 MAX_ROWS = 64
-_N = 64  # rows of a wgmma, the columns of four tiles
-_TILES = _N // COLUMNS
-_BLOCK = 64  # of k in a wgmma: 128 bytes, one swizzle
 _WGS = 4
 _STAGES = 4
 _SPAN = 2  # short steps of a turn, which has about 100 instructions besides unpacking its weights
@@ -69,16 +66,16 @@ class FewPlan(NamedTuple):
 def plan(m: int, weight: QuantizedWeight) -> FewPlan:
     rows = next(r for r in (8, 16, 32, 64) if r >= m)
     asymmetric = weight.offsets is not None
-    steps = max(1, _BLOCK // weight.step)  # packed steps of a step
+    steps = max(1, EDGE // weight.step)  # packed steps of a step
     step, parts = weight.step * steps, weight.parts * steps
-    sets = mosaic.cdiv(weight.words.shape[0], _TILES)
+    sets = mosaic.cdiv(weight.words.shape[0], TILES)
     span = _SPAN if step <= 128 else 1
     turns = mosaic.cdiv(weight.steps, steps * span)
     group = weight.group or turns * span * step
     groups = max(1, span * step // group)
     turn = 2048 * parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
     # Two blocks on an SM, or one where a turn is large; two turns in flight for each warpgroup.
-    wgs, others = min(_WGS, turns), 4 * _N * rows + 2048  # the sum; barriers and alignment
+    wgs, others = min(_WGS, turns), 4 * EDGE * rows + 2048  # the sum; barriers and alignment
     room = (_SMEM - others) // turn
     if room < 2 * wgs:
         room = (2 * _SMEM - others) // turn
@@ -97,11 +94,11 @@ def product(x, weight: QuantizedWeight):
     return mosaic.kernel(
         functools.partial(_body, p, (weight.bits, weight.format)),
         name="quantized_linear",
-        out_type=jax.ShapeDtypeStruct((p.splits, p.sets * _N, p.rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.splits, p.sets * EDGE, p.rows), jnp.float32),
         scratch_types=dict(
-            **unpack.buffers(slots, _TILES, p.span * p.parts, p.groups, asymmetric),
+            **unpack.buffers(slots, TILES, p.span * p.parts, p.groups, asymmetric),
             x_smem=mosaic.tiled(slots, p.span, p.rows, p.step, dtype=jnp.bfloat16),
-            sum_smem=plgpu.SMEM((_N, p.rows), jnp.float32),
+            sum_smem=plgpu.SMEM((EDGE, p.rows), jnp.float32),
             bars=plgpu.Barrier(num_arrivals=2 + asymmetric + p.span, num_barriers=slots),
             turn_bars=plgpu.Barrier(num_barriers=p.wgs),
         ),
@@ -129,7 +126,7 @@ def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):
 
         return acc[...]
 
-    total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
+    total = pl.run_scoped(multiply, plgpu.ACC((EDGE, p.rows), jnp.float32))
     for w in reversed(range(p.wgs)):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
@@ -141,7 +138,7 @@ def _ring(p: FewPlan, refs) -> Ring:
 def _fetch(p: FewPlan, refs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
-    tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
+    tiles = pl.ds(lax.axis_index("n") * TILES, TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
     parts = p.span * p.parts
@@ -161,13 +158,13 @@ def _multiply(p: FewPlan, kind, refs, i, acc):
     def _(s):
         here = [refs.words_smem.at[slot, :, s * p.parts + j] for j in range(p.parts)]
         words = [read(ref, LANE_WORDS) for ref in here]
-        for block in range(p.step // _BLOCK):
-            k = block * _BLOCK
-            own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
+        for block in range(p.step // EDGE):
+            k = block * EDGE
+            own = range(k * per // p.step, (k + EDGE - 1) * per // p.step + 1)
             own = [(slot, slice(None), lax.div(s * p.groups, jnp.int32(p.span)) + g) for g in own]
             scales = unpack.read_scales(refs, SCALES, *own)
             w = unpack.tile(words, *scales, block, *kind)
-            x = refs.x_smem.at[slot, s, :, pl.ds(k, _BLOCK)]
+            x = refs.x_smem.at[slot, s, :, pl.ds(k, EDGE)]
             plgpu.wgmma(acc, w, x.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # each one in flight needs 16 registers
         plgpu.wgmma_wait(0)
@@ -182,5 +179,5 @@ def _pass_on(p: FewPlan, refs, w: int, total):
         mosaic.store(refs.sum_smem, total)
         plgpu.barrier_arrive(refs.turn_bars.at[w - 1])
         return
-    target = refs.out.at[lax.axis_index("split"), pl.ds(lax.axis_index("n") * _N, _N)]
+    target = refs.out.at[lax.axis_index("split"), pl.ds(lax.axis_index("n") * EDGE, EDGE)]
     mosaic.store(target, total)

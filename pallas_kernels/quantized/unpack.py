@@ -31,7 +31,10 @@ from pallas_kernels.mosaic import ROW, WGMMA, inline, read, warp_rows
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 
-PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
+# The kernels of several rows take squares of w': n are the 64 rows of a wgmma, and 64 k are 128
+# bytes of bfloat16, one swizzle.
+EDGE = 64
+PLANES, TILES = EDGE // 16, EDGE // COLUMNS  # of a square: planes of k, tiles of n
 _HALVES = 0x00010001  # of a register
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
 
@@ -73,7 +76,7 @@ def transposed_tile(words, scales, offsets, bits: int, format: Format):
 def _weights(code, layouts, *arguments):
     """The 64 x 64 weights that `code` makes of lists of registers, each list of one layout."""
     types = tuple([layout] * len(a) for layout, a in zip(layouts, arguments, strict=True))
-    return inline(code, types, (64, 64), jnp.bfloat16, WGMMA)(*arguments)
+    return inline(code, types, (EDGE, EDGE), jnp.bfloat16, WGMMA)(*arguments)
 
 
 def load_words(ref, parts: int):

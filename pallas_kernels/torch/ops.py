@@ -185,7 +185,7 @@ def _run(call: OpCall, backward: bool, *arrays):
 
 
 class _Function(torch.autograd.Function):
-    """One of the passes; that of the backward pass has no gradient, and says so."""
+    """One of the passes; the backward pass has no gradient, and says so."""
 
     @staticmethod
     def forward(ctx, call: OpCall, backward: bool, *arrays):

@@ -77,14 +77,19 @@ def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> N
     print(json.dumps({"kills": done, "in_save": in_save, "runs": runs}))
 
 
-if __name__ == "__main__":
-    os.chdir(REPO)
-    # All processes share one compilation, with those of the test where it has a cache.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.argv[1]) / "compiled"))
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+def import_all() -> None:
+    """Imports what a run imports, so that forks of this process need not."""
     warnings.simplefilter("ignore")  # JAX warns about forks of a process with threads
     for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
         importlib.import_module(name)
     for name in ("train.checkpoint", "data", "train.profiling", "train.report", "train.step"):
         importlib.import_module(f"jaxllm.{name}")
+
+
+if __name__ == "__main__":
+    os.chdir(REPO)
+    # All processes share one compilation, with those of the test where it has a cache.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.argv[1]) / "compiled"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    import_all()
     main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[6:])

@@ -16,14 +16,13 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
+from killed_runs import REPO, import_all
+
 SMALL = """--model.n_layers 1 --model.n_kv_heads 2 --train.steps 6 --train.checkpoint_every 3
     --train.eval_every 0""".split()
 
@@ -162,11 +161,7 @@ def prepare(folder: Path) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(FOLDER / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ.setdefault("NPROC", "16")  # with two threads, two devices could wait for each other
-    warnings.simplefilter("ignore")  # JAX warns about forks of a process with threads
-    for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
-        importlib.import_module(name)
-    for name in ("train.checkpoint", "data", "train.profiling", "train.report", "train.step"):
-        importlib.import_module(f"jaxllm.{name}")
+    import_all()
     processes = importlib.import_module("jaxllm.train.processes")
     processes.HEARTBEAT = 4  # so that a dead process is noticed soon
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import failing_saves
 
 from jaxllm import config as configs
 from jaxllm.errors import InputError, RunError, memory_errors, quiet_orbax
@@ -41,15 +42,7 @@ def wait(checkpoints):
         time.sleep(0.01)
 
 
-# Orbax's thread also prints its failure on standard error, and abandons its coroutines.
-failing = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore:coroutine:RuntimeWarning",
-)
-
-
-@failing
+@failing_saves
 def test_a_full_disk_costs_only_one_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.save(1, state(1), ABOUT, None) is None
@@ -232,7 +225,7 @@ def test_a_kill_during_deletion_does_not_prevent_resuming(tmp_path):
         assert steps(folder) == [3, 4]
 
 
-@failing
+@failing_saves
 def test_a_last_checkpoint_that_fails_is_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     with full_disk():

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cases import failing_saves
 from training_runs import REPO, command, final_state, losses
 
 import train
@@ -21,13 +22,6 @@ from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import RunLog, draw_loss
 
 pytestmark = pytest.mark.usefixtures("same_environment", "own_programs")
-
-# Orbax's thread also prints its failure on standard error, and abandons its coroutines.
-failing = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore:coroutine:RuntimeWarning",
-)
 
 KILLS = int(os.environ.get("KILLS", 1))
 STEPS = 24
@@ -62,7 +56,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(tiny, tmp_path):
         assert all(jax.tree.leaves(same))
 
 
-@failing
+@failing_saves
 def test_a_full_disk_does_not_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
     save, limits = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
     frozen = []  # number of objects that the garbage collector ignores during training

@@ -31,10 +31,7 @@ from jaxllm.sharding import P, spec_of
 WIDE = partial(Linear, std=0.5)
 
 
-@pytest.fixture(autouse=True)
-def _full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_tf32")
 
 
 def normal(seed, *shape):

@@ -19,10 +19,7 @@ from jaxllm.weights.places import named_params
 all_models = pytest.mark.parametrize("kind", MODELS)
 
 
-@pytest.fixture(autouse=True)
-def _full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_tf32")
 
 
 @functools.cache

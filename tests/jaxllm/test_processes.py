@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 from cases import slow
-from training_runs import REPO, command, error_of
+from training_runs import REPO, command, error_of, losses
 
 from jaxllm import config as configs
 from jaxllm.config import InputError
 from jaxllm.sharding import make_mesh
 from jaxllm.train import processes
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.metrics import read_metrics
 from jaxllm.train.step import Trainer
 
 HERE = Path(__file__).resolve().parent
@@ -39,10 +38,6 @@ def runs(tiny, tmp_path_factory, request):
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return folder, json.loads(done.stdout.splitlines()[-1])
-
-
-def losses(out_dir):
-    return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
 
 
 def checksums(out_dir):

@@ -82,7 +82,7 @@ def place(tmp_path, monkeypatch):
     """The file of every trainer's step; ops are traced anew."""
     place = tmp_path / "cache" / "x.step"
     cache.source_digest()
-    monkeypatch.setattr(programs, "_place", lambda trainer, name: place)
+    monkeypatch.setattr(programs, "_path_of_step", lambda trainer, name: place)
     jax.clear_caches()
     dispatch.reset()
     return place
@@ -151,12 +151,12 @@ def test_where_a_step_is_kept(monkeypatch, tmp_path):
     main = programs.sys.modules["__main__"]
     monkeypatch.setattr(main, "__file__", __file__, raising=False)
     trainer = make()
-    place = lambda: programs._place(trainer, "trace_step")
+    place = lambda: programs._path_of_step(trainer, "trace_step")
     assert place() is None
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert place().parent == tmp_path / "jaxllm" / "compiled"
-    assert place() == programs._place(make(), "trace_step")
-    assert place() != programs._place(trainer, "trace_verified_step")
+    assert place() == programs._path_of_step(make(), "trace_step")
+    assert place() != programs._path_of_step(trainer, "trace_verified_step")
     for variable in ("JAX_DUMP_IR_TO", "MOSAIC_GPU_DUMP_PTX"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
@@ -255,7 +255,7 @@ def test_a_step_is_not_kept_if_the_code_was_edited_after_the_start(place, monkey
     find(launch.trace_step, make())
     assert not place.exists()
     monkeypatch.undo()
-    monkeypatch.setattr(programs, "_place", lambda trainer, name: place)
+    monkeypatch.setattr(programs, "_path_of_step", lambda trainer, name: place)
     find(launch.trace_step, make())
     assert place.exists()
 

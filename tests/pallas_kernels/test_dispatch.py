@@ -28,12 +28,6 @@ def fresh():
 
 
 @pytest.fixture
-def capable(monkeypatch):
-    """Pretends that the default device can run every kernel."""
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
-
-
-@pytest.fixture
 def incapable(monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: f"no {gpu} here")
 

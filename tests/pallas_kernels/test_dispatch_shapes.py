@@ -32,12 +32,6 @@ def fresh():
     dispatch.reset()
 
 
-@pytest.fixture
-def capable(monkeypatch):
-    """Pretends that the default device can run every kernel."""
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
-
-
 ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
     "mlp": (lambda x, up, down: mlp(x, up, down, gate=up), [(0, 64), (64, 704), (704, 64)]),
