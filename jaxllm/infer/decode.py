@@ -1,7 +1,7 @@
 """Generates tokens: one forward pass over the prompts, then one position per further token."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import takewhile
