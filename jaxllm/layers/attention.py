@@ -205,8 +205,7 @@ def _filled(k, v, cache):
     """The arrays of a cache with the keys and values (B, T, K, D) of the prompts."""
     if (t := k.shape[1]) > cache.size:
         raise ValueError(f"T={t} positions are more than the cache's size={cache.size}")
-    room = ((0, 0), (0, cache.size - t), (0, 0), (0, 0))
-    pad = lambda x: jnp.pad(x, room)
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, cache.size - t), (0, 0), (0, 0)))
     if not cache.float8:
         return pad(k), pad(v)
     seen = (jnp.arange(t)[None] < cache.lengths[:, None])[:, :, None, None]

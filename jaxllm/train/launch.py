@@ -120,9 +120,8 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     files = (out_dir / name for name in ("metrics.jsonl", "report.html"))
     logged, reported = (path.exists() and path.stat().st_mtime_ns for path in files)
     if start > steps or (start == steps and reported and reported >= logged):
-        raise InputError(
-            f"{out_dir} is at step {start} of train.steps={steps}; raise --train.steps to continue"
-        )
+        fix = "raise --train.steps to continue"
+        raise InputError(f"{out_dir} is at step {start} of train.steps={steps}; {fix}")
 
 
 def print_header(trainer: Trainer, data: Dataset | None) -> None:
@@ -147,6 +146,9 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
             f" rate ends at {steps / warmup:.3g} of its peak"
         )
+    if 0 < (clip := config.optimizer.clip_norm) < (eps := config.optimizer.eps):
+        most = f"AdamW's updates are at most {clip / eps:.3g} of the learning rate"
+        print(f"rate     optimizer.clip_norm={clip} is below optimizer.eps={eps}: {most}")
     print(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
