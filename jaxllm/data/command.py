@@ -95,7 +95,7 @@ def _prepare(args: Namespace) -> None:
 
 def _train_tokenizer(args: Namespace) -> None:
     source = _open(args, validates=False)
-    if args.out.exists():
+    if args.out.exists() or args.out.is_symlink():
         raise InputError(f"{args.out} exists: choose another --out")
     if not SMALLEST_BPE <= args.vocab_size <= LARGEST_BPE:
         least = f"{SMALLEST_BPE} (every byte, and the end of text)"

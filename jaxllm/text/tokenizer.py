@@ -279,10 +279,8 @@ class Tokenizer:
         kind = "tool_use" if tools is not None and "tool_use" in templates else "default"
         if kind not in templates:
             named = f" named default, only {', '.join(templates)}" * bool(templates)
-            raise InputError(
-                f"{self.folder} has no chat template{named}: put a chat_template.jinja there, or"
-                " use a prompt without --chat"
-            )
+            fix = "put a chat_template.jinja there"
+            raise InputError(f"{self.folder} has no chat template{named}: {fix}")
         return templates[kind]
 
     def encode_rendered(

@@ -3,10 +3,13 @@
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxllm import config as configs
+from jaxllm.config import TrainConfig
 from jaxllm.data import open_dataset
 from jaxllm.sharding import make_mesh
 from jaxllm.train import launch, report
@@ -45,6 +48,21 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
             monkeypatch.setenv("UV", "/usr/bin/uv")
         assert report.generate_command(Path("a"), "it's") == f"{wanted} {more}"
     assert report.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
+
+
+def test_a_fresh_run_deletes_only_its_own_times(tmp_path, monkeypatch):
+    """With --out_dir . a user's folder "compiled" was deleted."""
+    (tmp_path / "compiled").mkdir()
+    for name in ("timings.txt", "mine.o"):
+        (tmp_path / "compiled" / name).write_text("")
+    monkeypatch.setattr(launch, "find_or_compile", lambda *_, **__: None)
+    config = SimpleNamespace(train=TrainConfig(steps=1, batch_size=1, seq_len=1))
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    trainer = SimpleNamespace(config=config, mesh=mesh)
+    launch.compile_step(trainer, tmp_path, False, lambda: None)
+    assert len(list((tmp_path / "compiled").iterdir())) == 2
+    launch.compile_step(trainer, tmp_path, True, lambda: None)
+    assert [path.name for path in (tmp_path / "compiled").iterdir()] == ["mine.o"]
 
 
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
