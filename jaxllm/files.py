@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,18 @@ def own(folder: Path) -> Iterator[None]:
         raise InputError(f"another process is writing to {folder}") from error
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error}") from error
+
+
+def inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether a path, which need not exist, is a folder or lies in it, whatever links they have."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def on_hub(path: str | Path, kind: str = "") -> str:
+    """The end of an error about a missing path, if it looks like a name on Hugging Face's Hub."""
+    asked = os.path.relpath(path)  # a configuration holds absolute paths
+    named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", asked) and not Path(path).parent.exists()
+    return f"; the Hub's tool fetches it: hf download {asked}{kind} --local-dir DIR" * bool(named)
 
 
 def read_text(path: Path) -> str:

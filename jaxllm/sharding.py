@@ -239,8 +239,7 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     if one_device():
         return x
     # In jit, as JAX would refuse an array that is on one device.
-    place = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
-    return place(x, P(*axes))
+    return jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)(x, P(*axes))
 
 
 @partial(jax.jit, static_argnames=("shape", "axes"))

@@ -17,6 +17,7 @@ from jaxllm.config.describe import INDENT, columns, help_text
 from jaxllm.config.loading import CONFIG_DIR, flat, load
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
+from jaxllm.files import on_hub
 
 # A resumed run may change these settings, and all of mesh, sample and profile; any other setting
 # would make it a different run.
@@ -269,8 +270,9 @@ def check_free(out_dir: Path) -> None:
 
 def holds(folder: Path) -> str | None:
     """What a folder holds already that another command must not write into, or None."""
-    known = {"packed.json": "packed weights", "config.yaml": "a run", "metrics.jsonl": "a run"}
-    known |= {"checkpoints": "a run", "config.json": "a model"}
+    known = {"packed.json": "packed weights", "adapter_config.json": "adapters for peft"}
+    known |= {"config.json": "a model", "checkpoints/0": "weights from jaxllm convert"}
+    known |= dict.fromkeys(("config.yaml", "metrics.jsonl", "checkpoints"), "a run")
     known |= dict.fromkeys(("prepare.json", "chat.json"), "prepared data")
     known |= dict.fromkeys(("run.json", "loss.png", "report.html"), "a report")
     return next((what for name, what in known.items() if (folder / name).exists()), None)
@@ -306,25 +308,22 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
     other: what the option `name` takes besides a run's directory.
     """
     if not os.path.exists(folder.expanduser()):
-        asked = os.path.relpath(folder)  # a configuration holds absolute paths
-        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", asked) and not folder.parent.exists()
-        fix = f"; the Hub's tool fetches one: hf download {asked} --local-dir DIR" if hub else ""
-        raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}{fix}")
+        what = f"a run's directory or {other}{on_hub(folder)}"
+        raise InputError(f"{name}{folder} does not exist: name {what}")
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     for folder in (args.out_dir, args.out_dir / "checkpoints"):
         check_writable(folder, "out_dir ", checkpoints=True)
-    if holds(args.out_dir) == "packed weights":
-        raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
     stored_path = str(args.out_dir / "config.yaml")
     if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
+    if (what := holds(args.out_dir)) != "a run":
+        fix = f"start a run with --model.init_from {args.out_dir} and another --out_dir"
+        raise InputError(f"out_dir {args.out_dir} holds {what}, not a run to resume; {fix}")
     if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
-        raise InputError(
-            f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
-            " add --restart to begin again and replace its metrics"
-        )
+        fix = "copy its checkpoints/, or add --restart to begin again and replace its metrics"
+        raise InputError(f"out_dir {args.out_dir} has no checkpoints to resume from; {fix}")
     stored, wanted = load(stored_path), load(args.config or stored_path, overrides)
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
@@ -344,8 +343,7 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
         if value == before:
             continue
         changed.append(f"{key}={value!r} (was {before!r})")
-        kept = key not in (*CHANGEABLE, *free)
-        if kept and not key.startswith(("mesh.", "sample.", "profile.")):
+        if key not in (*CHANGEABLE, *free) and not key.startswith(("mesh.", "sample.", "profile.")):
             fix = "start a new run from its weights"
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"

@@ -71,8 +71,7 @@ def source_digest() -> str:
     """The digest of our code, as the process's first call found it: it may be edited later."""
     root = Path(__file__).parents[2]
     paths = [path for name in ("jaxllm", "pallas_kernels") for path in (root / name).rglob("*.py")]
-    texts = {str(path.relative_to(root)): path.read_text() for path in sorted(paths)}
-    return digest(texts)
+    return digest({str(path.relative_to(root)): path.read_text() for path in sorted(paths)})
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -10,6 +10,7 @@ from jaxllm.data.paths import Found, by_split, find_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.files import inside
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, train_tokenizer
 
@@ -56,7 +57,7 @@ def _add_source(command: Parser, more: str = "") -> None:
 
 def _open(args: Namespace, *, validates: bool) -> Source:
     """The data that the options name, said on the screen; validates: whether a split of it may."""
-    if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
+    if args.path and inside(args.out, Path(args.path).expanduser()):
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     found = find_files(args.source, args.path, key="--path")
     found, val = by_split(args.source, found, None if validates else Found([]))
@@ -94,13 +95,11 @@ def _prepare(args: Namespace) -> None:
 
 def _train_tokenizer(args: Namespace) -> None:
     source = _open(args, validates=False)
-    if args.out.exists():
+    if args.out.exists() or args.out.is_symlink():
         raise InputError(f"{args.out} exists: choose another --out")
     if not SMALLEST_BPE <= args.vocab_size <= LARGEST_BPE:
-        raise InputError(
-            f"--vocab_size={args.vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of"
-            f" text) to {LARGEST_BPE}"
-        )
+        least = f"{SMALLEST_BPE} (every byte, and the end of text)"
+        raise InputError(f"--vocab_size={args.vocab_size} is not from {least} to {LARGEST_BPE}")
     if next(source.pieces(), None) is None:
         raise InputError("the data is empty: no document in it has any text")
     try:

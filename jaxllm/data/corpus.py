@@ -46,11 +46,9 @@ def encode(
     skip: pieces that are encoded already.
     """
     are_tokens, count = special == "tokens", tokenizer.count_special
-    joined = _joined(pieces, tokenizer, are_tokens, skip)
-    for batch in batched(joined, lambda part: len(part.text)):
+    for batch in batched(_joined(pieces, tokenizer, are_tokens, skip), lambda part: len(part.text)):
         texts, parts = [(part.before, part.text) for part in batch], []
-        found = tokenizer.encode_parts(texts, special=are_tokens)
-        for part, ids in zip(batch, found, strict=True):
+        for part, ids in zip(batch, tokenizer.encode_parts(texts, special=are_tokens), strict=True):
             around = tokenizer.begin * part.begins, tokenizer.finish * part.ends
             begin, finish = (np.asarray(ids, np.uint32) for ids in around)
             names = count(part.before + part.text) - count(part.before)

@@ -188,8 +188,7 @@ class Fitted:
             start, stop = spans[i]
             start, stop = (stop - size, stop) if too_long == "cut_start" else (start, start + size)
             spans[i] = start, stop
-            has_loss = (encoded.entries.read(start + 1, stop) & 1).any()
-            kept[i] &= too_long != "leave_out" and has_loss
+            kept[i] &= too_long != "leave_out" and (encoded.entries.read(start + 1, stop) & 1).any()
         why = "longer than" if too_long == "leave_out" else "without loss in the kept part of"
         if not kept.any():
             raise InputError(

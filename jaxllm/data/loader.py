@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllm.config import Config
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
@@ -51,10 +51,13 @@ class Tokens:
         """Returns tokens [start, stop) as int32."""
         pieces, i = [], bisect_right(self._starts, start) - 1
         while start < stop:
+            file = getattr(part := self.parts[i], "_mmap", None)
+            if file and file.size() < len(file):  # the system would kill the process
+                name = getattr(part, "filename", "a shard")
+                raise RunError(f"{name} was cut to {file.size()} bytes while the run read it")
             offset = start - self._starts[i]
-            piece = self.parts[i][offset : offset + stop - start]
-            pieces.append(piece.astype(np.int32))
-            start += len(piece)
+            pieces.append(part[offset : offset + stop - start].astype(np.int32))
+            start += len(pieces[-1])
             i += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -13,7 +13,7 @@ from jaxllm.data.paths import Found, by_split, find_files, is_prepared
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
-from jaxllm.files import read_json
+from jaxllm.files import on_hub, read_json
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 
@@ -67,9 +67,8 @@ def check_paths(config: DataConfig, *, training: bool = True) -> dict[str, Found
     training: as for `open_dataset`.  Raises InputError for paths without the configured data.
     """
     if config.tokenizer is not None and not Path(config.tokenizer).exists():
-        raise InputError(
-            f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
-        )
+        fix = f"name a tokenizer.json or its folder{on_hub(config.tokenizer)}"
+        raise InputError(f"data.tokenizer={config.tokenizer} does not exist; {fix}")
     keys = ("path", "val_path") if training or config.val_path is None else ("val_path",)
     paths = {key: path for key in keys if (path := getattr(config, key)) is not None}
     return {k: find_files(config.source, path, key=f"data.{k}") for k, path in paths.items()}
@@ -117,8 +116,7 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     for name, written in counts.get("sha256", {}).items():  # older caches have none
         check_shard(folder / name, cache, size, written)
     train, val = (open_shard(folder / name) for name in ("train.bin", "val.bin"))
-    documents = counts["train"] + counts["val"]
-    what = f"{config.source}: {counted(documents, 'document')} in {what}"
+    what = f"{config.source}: {counted(counts['train'] + counts['val'], 'document')} in {what}"
     if counts["names"]:
         read = "tokens" if special == "tokens" else "plain text"
         what += f", {counted(counts['names'], 'name')} of special tokens read as {read}"

@@ -17,6 +17,7 @@ import yaml
 from rich.filesize import decimal
 
 from jaxllm.errors import InputError
+from jaxllm.files import on_hub
 from jaxllm.terminal import counted
 
 # The suffixes to look for in a folder; a path to one file or a glob accepts any name.
@@ -80,7 +81,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         if not glob.has_magic(root):
             why = f"cannot be read: {getattr(error, 'strerror', error)}"
             if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
-                why = "does not exist"
+                why = f"does not exist{on_hub(root, ' --repo-type dataset')}"
             if os.path.islink(root):
                 why = f"is a symbolic link to {os.readlink(root)}, which does not exist"
             raise InputError(f"{key}={path} {why}") from error

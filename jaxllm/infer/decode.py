@@ -50,10 +50,8 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
 def open_tokenizer(weights: Weights) -> Tokenizer:
     """Opens the tokenizer in the weights' folder; raises InputError."""
     if not present(weights.text):
-        raise InputError(
-            f"{weights.text / 'tokenizer.json'} is missing: the run's data had none; copy the"
-            " tokenizer.json that encoded the data there"
-        )
+        fix = "copy the tokenizer.json that encoded the run's data there"
+        raise InputError(f"{weights.text / 'tokenizer.json'} is missing: {fix}")
     end_token = None if weights.run is None else weights.run.data.end_token
     tokenizer = Tokenizer(weights.text, end_token=end_token, entries=weights.config.vocab_size)
     if said := tokenizer.describe_sampling():

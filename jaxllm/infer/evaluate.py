@@ -130,7 +130,7 @@ def validation(args: argparse.Namespace) -> str:
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"
-    text += f", {count:,} tokens"
+    text += f", {counted(count, 'token')}"
     tokenizer, val = data.tokenizer, data.val  # all tokens of Tokens have loss
     if tokenizer and isinstance(val, Tokens) and (size := text_bytes(tokenizer, val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"

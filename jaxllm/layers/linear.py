@@ -298,8 +298,7 @@ def fused_linear(
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
     """Concatenates the last axes, each device's part of all arrays together."""
-    parts = axis_size("tensor", "context")
-    apart = [a.reshape(*a.shape[:-1], parts, -1) for a in arrays]
+    apart = [a.reshape(*a.shape[:-1], axis_size("tensor", "context"), -1) for a in arrays]
     return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
 
 

@@ -111,8 +111,7 @@ class VLSTMLayer(Layer):
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns
-        projected = linear_of_row(y, self.q, self.k, self.v, self.o)
-        h, cache = self._mix_with_state(y, projected, cache)
+        h, cache = self._mix_with_state(y, linear_of_row(y, self.q, self.k, self.v, self.o), cache)
         return linear_of_row(h, self.out, residual=x)[0], cache
 
     def _mix(self, q, k, v, i, f, **options) -> Any:

@@ -60,8 +60,7 @@ def render(
 
     Raises InputError with what the template complains about.
     """
-    listed = dict(messages=messages, tools=variables.get("tools") or [])
-    for name, given in listed.items():
+    for name, given in dict(messages=messages, tools=variables.get("tools") or []).items():
         if not (isinstance(given, list | tuple) and all(isinstance(x, dict) for x in given)):
             raise InputError(f"{name} must be a list of objects (JSON), not {given!r:.50}")
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]

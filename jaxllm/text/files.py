@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import InputError
-from jaxllm.files import read_json, write_json, write_whole
+from jaxllm.files import on_hub, read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
@@ -176,7 +176,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         try:
             library = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except OSError as error:
-            raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
+            why = f"{error.strerror}{on_hub(path)}"
+            raise InputError(f"cannot read tokenizer {path}: {why}") from error
         except Exception as error:  # the library raises plain Exceptions
             fix = "; if it is a pointer of Git LFS, run git lfs pull" * (path.stat().st_size < 1000)
             raise InputError(f"{path} is not a tokenizer.json: {error}{fix}") from error

@@ -229,7 +229,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, special: bool = True, clean: bool = True) -> str:
         """The text of ids; special: with the names of special tokens; clean: as `cleaned` does."""
-        text = self._library.decode([int(i) for i in ids], skip_special_tokens=not special)
+        ids = [int(i) for i in ids]
+        if odd := [i for i in ids if not 0 <= i < 2**32]:
+            raise InputError(f"id {odd[0]} is no token: ids are from 0 to {self.vocab_size - 1}")
+        text = self._library.decode(ids, skip_special_tokens=not special)
         return self.cleaned(text) if clean else text
 
     def cleaned(self, text: str) -> str:
@@ -276,10 +279,8 @@ class Tokenizer:
         kind = "tool_use" if tools is not None and "tool_use" in templates else "default"
         if kind not in templates:
             named = f" named default, only {', '.join(templates)}" * bool(templates)
-            raise InputError(
-                f"{self.folder} has no chat template{named}: put a chat_template.jinja there, or"
-                " use a prompt without --chat"
-            )
+            fix = "put a chat_template.jinja there"
+            raise InputError(f"{self.folder} has no chat template{named}: {fix}")
         return templates[kind]
 
     def encode_rendered(
@@ -319,8 +320,8 @@ class Tokenizer:
         """
         if self.vocab_size - vocab_size > vocab_size // 10:
             raise InputError(
-                f"{self.path} has {self.vocab_size} entries, more than the model's"
-                f" {vocab_size} (model.vocab_size): it belongs to another model"
+                f"{self.path} has {self.vocab_size} entries, more than the model's {vocab_size}"
+                " (model.vocab_size): name its own, or lower data.tokenizer_vocab_size"
             )
         if (beyond := max(ids, default=0)) >= vocab_size:
             raise InputError(

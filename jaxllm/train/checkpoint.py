@@ -66,11 +66,6 @@ class Checkpoints:
         """
         run, saved = self.directory.parent, self.about(step)
         data, samples = saved.get("data_fingerprint"), saved.get("samples")
-        if "converted_from" in saved:
-            raise InputError(
-                f"{run} holds weights from jaxllm convert, not a run to resume; start a run"
-                f" with --model.init_from {run} and another --out_dir"
-            )
         if data != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
@@ -185,7 +180,8 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads may still write
         self._delete_incomplete()  # to free the disk
-        kept = self.on_disk()
+        if (kept := self.on_disk()) == self._saving:
+            return f"a checkpoint before step {kept}'s could not be deleted ({in_short(cause)})"
         return (
             f"the checkpoint of step {self._saving} could not be written ({in_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"

@@ -135,12 +135,10 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
     rows, length = train.batch_size // parts, train.seq_len // shape["context"]
-    like = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    batch = dict.fromkeys(trainer.abstract_batch(), like)
+    batch = dict.fromkeys(trainer.abstract_batch(), jax.ShapeDtypeStruct((rows, length), jnp.int32))
     kept, logits = _kept_by_forward(config, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
-        plain = config.with_model(remat="none")
-        whole = _kept_by_forward(plain, working, frozen, batch)[0]
+        whole = _kept_by_forward(config.with_model(remat="none"), working, frozen, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
         logits *= 2  # their gradient has a byte in each order, and does not overwrite them

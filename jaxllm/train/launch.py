@@ -1,7 +1,6 @@
 """Prepares a run: makes the mesh, opens weights and logs, restores, compiles."""
 
 import functools
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +119,8 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     files = (out_dir / name for name in ("metrics.jsonl", "report.html"))
     logged, reported = (path.exists() and path.stat().st_mtime_ns for path in files)
     if start > steps or (start == steps and reported and reported >= logged):
-        raise InputError(
-            f"{out_dir} is at step {start} of train.steps={steps}; raise --train.steps to continue"
-        )
+        fix = "raise --train.steps to continue"
+        raise InputError(f"{out_dir} is at step {start} of train.steps={steps}; {fix}")
 
 
 def print_header(trainer: Trainer, data: Dataset | None) -> None:
@@ -147,6 +145,9 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
             f" rate ends at {steps / warmup:.3g} of its peak"
         )
+    if 0 < (clip := config.optimizer.clip_norm) < (eps := config.optimizer.eps):
+        most = f"AdamW's updates are at most {clip / eps:.3g} of the learning rate"
+        print(f"rate     optimizer.clip_norm={clip} is below optimizer.eps={eps}: {most}")
     print(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
@@ -198,7 +199,7 @@ def compile_step(
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if steps are verified, that step; prints how the ops run.
 
-    fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
+    fresh: the run starts at step 0, so the times of matmuls in `out_dir` are a killed process's.
     lowered: called once Python's part is done.
     """
     config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
@@ -209,7 +210,7 @@ def compile_step(
         if config.autotune and config.deterministic and jax.process_count() == 1:
             timings = compiled / "timings.txt"
         if fresh and jax.process_index() == 0:
-            shutil.rmtree(compiled, ignore_errors=True)
+            (compiled / "timings.txt").unlink(missing_ok=True)  # a user may have such a folder
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
     program, canary = find(trace_step), None

@@ -196,8 +196,7 @@ def _without_kernels(traced: jax.stages.Traced) -> jax.stages.Lowered:
 
     called = {equation.primitive for equation in equations(traced.jaxpr.jaxpr)}
     rules: Any = tuple((p, empty) for p in called if p.name in ("mpmd_map", "pallas_call"))
-    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
-    return traced.lower(_private_parameters=parameters)
+    return traced.lower(_private_parameters=mlir.LoweringParameters(override_lowering_rules=rules))
 
 
 def compile_autotuned(
@@ -266,8 +265,7 @@ def _kernels(lowered: jax.stages.Lowered) -> list[bytes]:
 
 def _compile(program: bytes) -> None:
     device = jax.local_devices()[0]
-    options = get_compile_options(1, 1, [[device.id]])
-    device.client.compile_and_load(program, [device], options)
+    device.client.compile_and_load(program, [device], get_compile_options(1, 1, [[device.id]]))
 
 
 def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:

@@ -10,6 +10,7 @@ import gc
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
+from jaxllm.files import inside
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
@@ -37,7 +39,12 @@ def _run(argv: list[str] | None) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
     gpus = None if arguments.dry_run == "here" else arguments.dry_run
-    check_input(config, arguments.dry_run is None, arguments.resume, arguments.out_dir)
+    try:
+        check_input(config, arguments.resume, arguments.out_dir)
+    except InputError as e:
+        if arguments.dry_run is None:
+            raise
+        print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
     if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
@@ -79,8 +86,8 @@ def _train(arguments: argparse.Namespace) -> int:
     return status
 
 
-def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -> None:
-    """Raises InputError for a valid configuration that cannot be trained or names missing files.
+def check_input(config: Config, resume: bool, out_dir: Path) -> None:
+    """Raises InputError for a valid configuration that cannot be trained, or names missing files.
 
     Does not import JAX, which takes seconds.
     resume: the checkpoint has the initial weights, except the base of adapters.
@@ -91,15 +98,12 @@ def check_input(config: Config, opens_data: bool, resume: bool, out_dir: Path) -
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
-    if not opens_data:
-        return
     if config.model.init_from is not None and (getattr(config.model, "lora", None) or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
-    for path in map(os.path.realpath, filter(None, (data.path, data.val_path))):
+    for path in filter(None, (data.path, data.val_path)):
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
-            inside = folder and Path(os.path.realpath(folder)).is_relative_to(path)
-            if inside and data.source in ("text", "jsonl", "chat"):
+            if folder and inside(folder, path) and data.source in ("text", "jsonl", "chat"):
                 raise InputError(f"{key}{folder} is inside the data, {path}: name one outside it")
     check_tracker(config)
 
@@ -277,10 +281,8 @@ class Run:
 
     def _evaluate_sample_save(self, step: int, due: set[str], ends: bool = False) -> None:
         if not self.holds():
-            raise RunError(
-                f"{self.out_dir} was deleted or moved while the run wrote to it: move it back and"
-                " --resume, or start again"
-            )
+            fix = "move it back and --resume, or start again"
+            raise RunError(f"{self.out_dir} was deleted or moved while the run wrote to it: {fix}")
         with self.clock.stopped():
             val_loss = self._validate(step) if "val_loss" in due else None
             if step == self.config.train.steps and val_loss is not None and not isfinite(val_loss):

@@ -197,8 +197,7 @@ class Trainer:
 
     def working(self, state: TrainState) -> nnx.State:
         """The parameters for the forward pass: the copies where they exist."""
-        either = lambda p, copy: p if copy is None else copy
-        return jax.tree.map(either, state.params, state.copies)
+        return jax.tree.map(lambda p, copy: p if copy is None else copy, state.params, state.copies)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
@@ -262,8 +261,7 @@ class Trainer:
         return run
 
     def _loss_sum(self, params, batch, scale=1.0, graph=None) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graph or self.step_graph, params)
-        loss = model.loss(**batch, scale=scale)
+        loss = nnx.merge(graph or self.step_graph, params).loss(**batch, scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _in_parts(self, batch: dict, n: int) -> dict:

@@ -35,8 +35,7 @@ class Canary:
         self.names = [_describe(path) for path, _ in leaves]
         self.replicas = [self._replicas(leaf) for _, leaf in leaves]
         shape = (len(self.devices), len(leaves), 2)
-        whole = trainer.state_shardings.step
-        self.unseen = jax.device_put(np.zeros(shape, np.uint32), whole)
+        self.unseen = jax.device_put(np.zeros(shape, np.uint32), trainer.state_shardings.step)
         self.last: tuple[int, jax.Array, jax.Array] | None = None
 
     def _replicas(self, leaf: jax.ShapeDtypeStruct) -> list[list[int]]:

@@ -149,8 +149,7 @@ def load_base(
     at, variables = named_params(frozen_shardings(shapes, mesh)), named_params(shapes)
     if isinstance(base, PackedWeights):
         place = lambda name: jax.tree.leaves(at[name].get_value())[0]
-        found = map_params(shapes, lambda name, _: base.load(name, place(name)))
-        return found, base.source
+        return map_params(shapes, lambda name, _: base.load(name, place(name))), base.source
     arrays, sums = {}, {}
     for name, x in zip(variables, params_in_turn(base, variables), strict=True):
         if own := packing and packing.of(name, x.shape):

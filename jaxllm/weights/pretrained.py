@@ -45,6 +45,7 @@ class RunWeights:
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step!r}"
             have = f"; it has {', '.join(map(str, steps))}" if steps else ""
+            have += ": a run that trains on deletes old ones" * (step in range(1, [0, *steps][-1]))
             raise InputError(f"{directory} holds no {wanted}{have}")
         self.step: int = steps[-1 if step is None else steps.index(step)]
         self._place = directory / "checkpoints" / str(self.step)

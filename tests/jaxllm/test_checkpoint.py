@@ -4,6 +4,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -223,6 +224,26 @@ def test_a_kill_during_deletion_does_not_prevent_resuming(tmp_path):
         assert after.save(4, state(4), ABOUT, 2.0) is None
         after.close()
         assert steps(folder) == [3, 4]
+
+
+@failing_saves
+def test_an_old_checkpoint_that_cannot_be_deleted_is_not_a_failed_save(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.save(1, state(1), ABOUT, None) is None
+    checkpoints.close()
+    remove = shutil.rmtree
+
+    def guarded(path, *rest, **options):
+        if Path(path).name == "1":
+            raise PermissionError(13, "Permission denied")
+        remove(path, *rest, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", guarded)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.save(2, state(2), ABOUT, None) is None
+    with pytest.raises(RunError, match=r"^a checkpoint before step 2's could not be deleted \(Per"):
+        checkpoints.close()
+    assert steps(tmp_path) == [1, 2]
 
 
 @failing_saves

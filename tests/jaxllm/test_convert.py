@@ -397,6 +397,9 @@ def test_training_starts_from_converted_weights_on_a_mesh(tmp_path, capsys):
         assert said in capsys.readouterr().err
         assert not out.exists()
     # A converted folder holds no moments and no data position, so it cannot be resumed.
-    converted = Checkpoints(tmp_path / "ours" / "checkpoints", 1)
-    with pytest.raises(InputError, match="init_from"):
-        converted.samples(0, "")
+    folder = ["--out_dir", str(tmp_path / "ours")]
+    for words in (["--resume", *folder], ["--resume", "--restart", *folder]):
+        assert train.main(words) == 2
+        assert "holds weights from jaxllm convert, not a run to" in capsys.readouterr().err
+    assert train.main(["--config", str(tmp_path / "ours" / "config.yaml"), *folder]) == 2
+    assert "holds weights from jaxllm convert; name another" in capsys.readouterr().err

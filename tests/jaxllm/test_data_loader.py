@@ -1,5 +1,6 @@
 """The windows of a dataset, their order, and what is held out."""
 
+import os
 import shutil
 from itertools import islice
 
@@ -8,9 +9,20 @@ import pytest
 from data_settings import opened, settings, write_shard
 
 from jaxllm.data.loader import Tokens
-from jaxllm.errors import InputError
+from jaxllm.data.shards import open_shard
+from jaxllm.errors import InputError, RunError
 
 T = 4
+
+
+def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_line(tmp_path):
+    """The system killed the run (SIGBUS)."""
+    tokens = Tokens([open_shard(write_shard(tmp_path / "a.bin", np.arange(9000)))])
+    part = tokens.slice(10, 8990)
+    assert part.read(8000, 8004).tolist() == [8010, 8011, 8012, 8013]
+    os.truncate(tmp_path / "a.bin", 4096)
+    with pytest.raises(RunError, match=r"a\.bin was cut to 4096 bytes"):
+        part.read(8000, 8004)
 
 
 @pytest.fixture

@@ -361,6 +361,9 @@ def test_train_tokenizer(data, capsys):
     assert main(argv) == 0
     assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
     assert "exists" in error_of(capsys, argv)
+    (link := data / "link.json").symlink_to("nowhere")  # it was replaced by the tokenizer
+    assert "exists" in error_of(capsys, [*argv, f"--out={link}"])
+    assert link.is_symlink()
     for size in (256, 10**17):
         assert f"--vocab_size={size} is not from 257" in error_of(
             capsys, [*argv, f"--vocab_size={size}", f"--out={data / 'other.json'}"]

@@ -79,7 +79,8 @@ def test_a_dry_run_prints_its_needs_and_writes_nothing(tiny, tmp_path, capsys, m
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # a call would fail
     words = ["--dry_run", "--data.path", "/nothing"]  # data that is not here yet
     assert train.main(["--config", str(tiny), *words]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == "note: data.path=/nothing does not exist\n"
     for word in ("parameters", "moments", "gradients", "bf16 copies", "activations", "logits"):
         assert f"\n         {word} " in out
     for word in ("devices  1 x", "FLOPs per step of 256 tokens", "\ntime  ", "\nkernels  ", "fits"):

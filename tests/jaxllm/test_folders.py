@@ -23,7 +23,9 @@ from huggingface_folders import (
 from loaded_models import logits
 from safetensors.numpy import save_file
 
+from jaxllm.data.paths import find_files
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 from jaxllm.text.files import Pages
 from jaxllm.weights.huggingface import AHEAD, read_ahead
 from jaxllm.weights.huggingface_config import config_json, model_config
@@ -321,6 +323,11 @@ def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
         Pages(folder)  # not as if it were missing
     with pytest.raises(InputError, match="hf download org/name --local-dir DIR$"):
         open_weights("org/name")
+    with pytest.raises(InputError, match="hf download org/name --local-dir DIR$"):
+        Tokenizer("org/name")
+    for kind in ("text", "shards"):
+        with pytest.raises(InputError, match="download org/name --repo-type dataset --local-dir"):
+            find_files(kind, "org/name")
     with pytest.raises(InputError, match="a Hugging Face folder$"):
         open_weights(tmp_path / "nowhere")
 

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from training_runs import error_of, final_state, write_tiny
 
 import train
+from jaxllm.errors import InputError
 from jaxllm.infer import evaluate, generate
 from jaxllm.weights import convert
 from jaxllm.weights.pretrained import open_weights
@@ -91,6 +92,17 @@ def test_a_run_becomes_a_folder_of_peft_and_a_merged_model(runs, capsys):
     assert losses["peft"] == pytest.approx(losses["lora"], rel=2e-2)
 
 
+def test_a_folder_of_peft_is_no_run(runs, capsys):
+    """--resume --restart began a run there, and replaced its config.yaml."""
+    folder, words = runs
+    peft = folder / "peft_of_run"
+    assert convert.main([str(folder / "lora"), str(peft)]) == 0
+    before = {path.name: path.read_bytes() for path in peft.iterdir()}
+    for begin in (["--resume"], ["--resume", "--restart"], words):
+        assert "holds adapters for peft" in error_of(capsys, *begin, "--out_dir", peft)
+    assert {path.name: path.read_bytes() for path in peft.iterdir()} == before
+
+
 def test_adapters_go_on_from_a_folder_of_peft(runs, capsys):
     folder, words = runs
     if not (folder / "peft2").exists():
@@ -155,6 +167,18 @@ def test_a_base_that_changed_is_refused(runs, capsys):
     finally:
         shutil.rmtree(folder / "hf", ignore_errors=True)
         shutil.move(kept, folder / "hf")
+
+
+def test_a_base_that_trained_on_says_why_its_checkpoint_is_gone(runs):
+    """The run of the base keeps its newest checkpoints, not the one that adapters need."""
+    folder, _ = runs
+    on = shutil.copytree(folder / "run", folder / "on")
+    newer = (on / "checkpoints" / "2").rename(on / "checkpoints" / "5")
+    shutil.rmtree(newer / "metrics")
+    with pytest.raises(InputError, match="step 2; it has 5: a run that trains on deletes old"):
+        open_weights(on, 2)
+    with pytest.raises(InputError, match="step 9; it has 5$"):
+        open_weights(on, 9)
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_packed_weights_are_not_trained(packed, tmp_path, capsys):
     status = train.main([*config, "--out_dir", str(packed)])
     error_of(capsys, status, "already holds packed weights; name another")
     status = train.main(["--resume", "--out_dir", str(packed)])
-    error_of(capsys, status, "holds packed weights, which cannot be trained")
+    error_of(capsys, status, "holds packed weights, not a run to resume; start a run with")
     text = ["--data.source", "text", "--data.path", str(TEXTS / "text.txt")]
     words = [*config, *text, "--model.init_from", str(packed), "--out_dir", str(tmp_path / "run")]
     assert train.main([*words, "--data.cache_dir", str(tmp_path / "cache")]) == 2

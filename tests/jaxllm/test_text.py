@@ -37,6 +37,14 @@ def test_ids_are_those_of_transformers(family):
     assert tokenizer.count_special(right["names"]) >= 2
 
 
+def test_an_id_that_no_tokenizer_has_is_one_line(family):
+    tokenizer, _ = family
+    assert tokenizer.decode([10**6]) == ""  # of a model with more entries
+    for odd in (-1, 2**32):
+        with pytest.raises(InputError, match=f"^id {odd} is no token: ids are from 0 to"):
+            tokenizer.decode([0, odd])
+
+
 def test_the_streamed_text_continues_the_prompt(family):
     tokenizer, right = family
     for prompt, text in zip(right["prompts"], right["continued"], strict=False):

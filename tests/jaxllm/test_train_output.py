@@ -3,10 +3,13 @@
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxllm import config as configs
+from jaxllm.config import TrainConfig
 from jaxllm.data import open_dataset
 from jaxllm.sharding import make_mesh
 from jaxllm.train import launch, report
@@ -47,10 +50,26 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
     assert report.generate_command(Path("a"), "---").endswith(f"{tmp_path}/a --prompt=---")
 
 
+def test_a_fresh_run_deletes_only_its_own_times(tmp_path, monkeypatch):
+    """With --out_dir . a user's folder "compiled" was deleted."""
+    (tmp_path / "compiled").mkdir()
+    for name in ("timings.txt", "mine.o"):
+        (tmp_path / "compiled" / name).write_text("")
+    monkeypatch.setattr(launch, "find_or_compile", lambda *_, **__: None)
+    config = SimpleNamespace(train=TrainConfig(steps=1, batch_size=1, seq_len=1))
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    trainer = SimpleNamespace(config=config, mesh=mesh)
+    launch.compile_step(trainer, tmp_path, False, lambda: None)
+    assert len(list((tmp_path / "compiled").iterdir())) == 2
+    launch.compile_step(trainer, tmp_path, True, lambda: None)
+    assert [path.name for path in (tmp_path / "compiled").iterdir()] == ["mine.o"]
+
+
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
 def test_odd_sizes_are_mentioned(tiny, vocab_size, noted, capsys):
-    """A vocabulary far larger than the data's, and a warm-up that the run does not finish."""
+    """A vocabulary far larger than the data's, a warm-up without an end, gradients cut to 0."""
     sizes = {"model.vocab_size": str(vocab_size), "train.steps": str(5 - noted)}
+    sizes["optimizer.clip_norm"] = "1e-300" if noted else "1"
     config = configs.load(str(tiny), sizes)
     data = open_dataset(config)
     launch.print_header(Trainer(config, make_mesh(config.mesh)), data)
@@ -58,5 +77,7 @@ def test_odd_sizes_are_mentioned(tiny, vocab_size, noted, capsys):
     for note in (
         f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size",
         "optimizer.warmup_steps=5 exceeds train.steps=4: the learning rate ends at 0.8 of its peak",
+        "optimizer.clip_norm=1e-300 is below optimizer.eps=1e-08: AdamW's updates are at most"
+        " 1e-292 of the learning rate",
     ):
         assert (note in said) == noted

@@ -113,7 +113,7 @@ def test_a_resumed_run_needs_no_initial_weights_but_a_base(tiny):
     for more, resume, refused in (({}, True, False), ({}, False, True), (lora, True, True)):
         config = configs.load(str(tiny), {"model.init_from": "/nothing", **more})
         with pytest.raises(InputError, match="init_from") if refused else contextlib.nullcontext():
-            check_input(config, True, resume, tiny.parent)
+            check_input(config, resume, tiny.parent)
 
 
 def test_checkpoints_are_not_written_where_orbax_loses_them(tmp_path):
