@@ -260,16 +260,13 @@ def page(runs: list[LoadedRun]) -> str:
     # The name of each run after a dot in the color of its curves.
     dot = Markup('<i class="dot" style="background:{}"></i>{}')
     text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(text)
-        .render(
-            runs=runs,
-            names=[dot.format(run.color, run.name) for run in runs],
-            facts=[fact for fact in facts if any(fact[1:])],
-            charts=filter(None, [chart(runs, *of_chart) for of_chart in CHARTS]),
-            differences=differences(runs),
-        )
+    template = Environment(autoescape=True).from_string(text)
+    return template.render(
+        runs=runs,
+        names=[dot.format(run.color, run.name) for run in runs],
+        facts=[fact for fact in facts if any(fact[1:])],
+        charts=filter(None, [chart(runs, *of_chart) for of_chart in CHARTS]),
+        differences=differences(runs),
     )
 
 
