@@ -90,6 +90,7 @@ class Attention(Layer):
         add_bias: False leaves the bias of `out` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
+        self.q.check(x, "B T C")
         B, T, _ = x.shape
         if positions is None:
             positions = jnp.arange(T)

@@ -8,7 +8,7 @@ from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import array_and_total
 from jaxllm.layers.norm import TOKENS
 from jaxllm.sharding import SHARDS, P, all_tokens, constrain, normal, own_tokens, per_device
-from pallas_kernels import encoder, ids
+from pallas_kernels import encoder, ids, mosaic
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 from pallas_kernels.totals import summed
@@ -60,6 +60,7 @@ class Embedding(Layer):
     def _embed(self, tokens, positions, *, adds: bool):
         wte, wpe, rows = summed(*array_and_total(self.wte.get_value()), adds), None, None
         tokens = ids.saturated("tokens", tokens)
+        mosaic.check_axes("B T", tokens=tokens)
         if positions is not None:
             positions = ids.saturated("positions", positions)
         if self.wpe is not None:

@@ -22,7 +22,7 @@ from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.float8.quantize import TILE
-from pallas_kernels.mosaic import plus
+from pallas_kernels.mosaic import check_axes, plus
 from pallas_kernels.options import with_gradient
 from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.single_row import Activation, pays
@@ -235,12 +235,16 @@ class Linear(Layer):
         # The matmul is the left operand, where XLA can fuse the addition into it.
         return (self.adapter.narrow(x) @ self.adapter.wide(x.dtype)).astype(y.dtype) + y
 
-    def check(self, x: Float[Array, "... in"]) -> None:
-        """Raises ValueError if x has another width than the weight, or is not floating point."""
+    def check(self, x: Float[Array, "... in"], axes: str | None = None) -> None:
+        """Raises ValueError if x is no array of real numbers with these axes and in_features."""
+        if not hasattr(x, "shape"):
+            raise ValueError(f"x must be an array, not {type(x).__name__}: pass jnp.asarray(x)")
+        if axes is not None:
+            check_axes(axes, x=x)
         if not jnp.issubdtype(x.dtype, jnp.floating):  # the weight would be cast to it
             raise ValueError(f"x is {x.dtype}: cast it to bfloat16, float16 or float32")
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"x has {x.shape[-1]} columns, not in_features={self.in_features}")
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x has shape {x.shape}, not (..., in_features={self.in_features})")
 
     @property
     def held(self) -> Dense | Transposed | LowBits:
@@ -273,7 +277,6 @@ def fused_linear(
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
-    layers[0].check(x)
     held = layers[0].held
     if not isinstance(held, Dense):
         return _side_by_side([layer(x, dtype) for layer in layers])

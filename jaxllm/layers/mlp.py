@@ -56,10 +56,9 @@ class _FeedForward(Layer):
 
     def _joins(self, x: Float[Array, "B T C"]) -> bool:
         """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
-        if not all(layer.joins for layer in (*self._wide(), self.down)):
-            return False
-        held = self.up.held
-        return held.casts_apart(x) if isinstance(held, Float8) else one_device()
+        self.up.check(x)
+        joins, held = all(layer.joins for layer in (*self._wide(), self.down)), self.up.held
+        return joins and (held.casts_apart(x) if isinstance(held, Float8) else one_device())
 
     def _whole(self, x: Float[Array, "B T C"], norm: Norm | None) -> Float[Array, "B T C"]:
         """The whole layer in one op, without the bias of `down`."""

@@ -1,6 +1,5 @@
 """Normalization over the features, optionally fused with the residual addition before it."""
 
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ _ROUNDING = 1.01  # of y to its dtype
 
 
 class Norm(Layer):
-    """What both norms over the last axis of (B, T, C) share; a subclass has the op.
+    """What both norms over the last axis of (B, T, C) share; a subclass says which.
 
     dtype: of y; None: of x.
     """
 
-    op: Any
+    centered: bool  # whether it subtracts the mean; then it also adds a bias
 
     def __init__(
         self,
@@ -35,18 +34,20 @@ class Norm(Layer):
         implementation: Implementation | None = None,
     ):
         self.weight = nnx.Param(jnp.ones(features, jnp.float32), axes=())
-        centered = self.op is layer_norm  # it subtracts the mean; then it also adds a bias
-        self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if centered else None
+        self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if self.centered else None
         self.eps, self.dtype, self.implementation = eps, dtype, implementation
 
     def _parameters(self) -> list[Float[Array, " C"]]:
         return [p[...] for p in (self.weight, self.bias) if p is not None]
 
+    def _op(self, *arrays, **options):
+        options |= dict(eps=self.eps, implementation=self.implementation)
+        return (layer_norm if self.centered else rms_norm)(*arrays, **options)
+
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = partial(self.op, eps=self.eps, implementation=self.implementation)
         parameters = self._parameters()
         specs = (TOKENS, *[P()] * len(parameters))
-        y = per_device(op, in_specs=specs, out_specs=TOKENS)(x, *parameters)
+        y = per_device(self._op, in_specs=specs, out_specs=TOKENS)(x, *parameters)
         return y.astype(self.dtype or x.dtype)
 
     def add(
@@ -59,11 +60,7 @@ class Norm(Layer):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-
-        def op(x, residual, x_bias, *parameters):
-            options = dict(residual=residual, x_bias=x_bias, eps=self.eps)
-            return self.op(x, *parameters, **options, implementation=self.implementation)
-
+        op = lambda x, s, bias, *p: self._op(x, *p, residual=s, x_bias=bias)
         parameters = self._parameters()
         specs = (TOKENS, TOKENS, P(), *[P()] * len(parameters))
         op = per_device(op, in_specs=specs, out_specs=(TOKENS, TOKENS))
@@ -79,19 +76,19 @@ class Norm(Layer):
     def of_row(self) -> dict[str, Any]:
         """This norm as options of row_linear."""
         names = zip(("norm_weight", "norm_bias"), self._parameters(), strict=False)
-        return dict(names, norm_eps=self.eps, centered=self.bias is not None)
+        return dict(names, norm_eps=self.eps, centered=self.centered)
 
 
 class LayerNorm(Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis of (B, T, C)."""
 
-    op = staticmethod(layer_norm)
+    centered = True
 
 
 class RMSNorm(Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C)."""
 
-    op = staticmethod(rms_norm)
+    centered = False
 
 
 class HeadLayerNorm(Layer):

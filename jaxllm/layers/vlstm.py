@@ -77,6 +77,7 @@ class VLSTMLayer(Layer):
 
         norm: the norm that x is a result of, as for Linear.
         """
+        self.q.check(x, "B T C")
         # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
         joins = axis_size("context") == 1
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import ampere, mosaic
+from pallas_kernels import ampere, dispatch, mosaic
 
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 TILE = 64  # rows and columns of a block
@@ -127,11 +127,11 @@ def norms(x, axis=-1):
 
 
 def named(number):
-    """For jax.checkpoint: saving it spares a pass over the array.
-
-    Inside shard_map it is the maximum over all devices, so that the scales are the whole array's.
+    """The largest of all devices inside shard_map, as the scales are the whole array's, named for
+    jax.checkpoint: saving it spares a pass over the array.
     """
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    of, mesh = jax.typeof(number).manual_axis_type, jax.sharding.get_abstract_mesh()
+    axes = tuple(of.varying if dispatch.shard_map_why_not() else mesh.manual_axes)
     return checkpoint_name(lax.pmax(number, axes) if axes else number, "fp8_largest")
 
 

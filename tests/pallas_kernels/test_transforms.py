@@ -111,6 +111,18 @@ def test_replicated_weights_in_a_shard_map_that_checks_varying_types(name):
     assert [x.shape for x in gradients[1:]] == [x.shape for x in of_all]
 
 
+@pytest.mark.parametrize("name", ["fp8_linear", "mlp_fp8"])
+def test_fp8_in_a_shard_map_that_splits_arrays_over_some_of_its_axes(name):
+    """JAX found no maximum over an axis along which all devices have the same."""
+    op, shapes, _, dtype = CASES[name]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    mesh = AbstractMesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
+    run = lambda *arrays: jax.vjp(lambda *a: op(*a, implementation="xla"), *arrays)[1](arrays[0])
+    of_members = lambda *all: jax.tree.map(lambda x: x[None], run(*(x[0] for x in all)))
+    of_all = jax.shard_map(of_members, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    assert [x.shape for x in jax.eval_shape(of_all, *arrays)] == [x.shape for x in arrays]
+
+
 def test_a_total_in_a_shard_map_that_checks_varying_types():
     """The gradient is total + dW, of which only dW is summed over the devices."""
     x, w, total = (normal(i, (64, 64)) for i in range(3))

@@ -360,6 +360,22 @@ def test_an_input_gate_may_be_closed_entirely():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_sums_of_a_single_chunk_are_the_same_in_jit(given):
+    """On a CPU XLA's sums of products with constant zeros, the empty state or the gradient of one
+    that is not used, were any number up to NaN.
+    """
+    *args, i, f = inputs(2, 64, 1, 64, 64)
+
+    def loss(v, i):
+        state = tuple(map(jnp.zeros_like, a_state(2, 1, 64, 64))) if given else None
+        run = lambda i: vlstm(*args[:2], v, i, f, initial_state=state, implementation="xla")
+        return jax.vmap(run)(jnp.stack([i, -i])).sum()
+
+    for run in (loss, lambda *both: jax.grad(loss, (0, 1))(*both)):
+        assert_equal_to(1e-3, jax.jit(run)(args[2], i), run(args[2], i))
+
+
 @pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0)])
 def test_without_elements(batch, length):
     args = inputs(batch, length, 1, 2, 2)
