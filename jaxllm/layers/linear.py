@@ -5,6 +5,7 @@ A weight holds a matrix W (in, out) and knows how to multiply: Dense, Float8, Tr
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ class Transposed:
     kernel.  For sums along columns it takes two, and the first one writes all products.
     """
 
-    row: jax.Array
+    row: Any  # an array, or what JAX puts in place of one
     joins = False
 
     def matrix(self, dtype=None) -> Float[Array, "in out"]:

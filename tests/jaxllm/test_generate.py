@@ -170,7 +170,9 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
     assert [program._cache_size() for program in programs] == [1, 1]
 
 
-def test_programs_compiled_side_by_side_are_those_that_run(caplog):
+@pytest.mark.parametrize("rows", [False, True])
+def test_programs_compiled_side_by_side_are_those_that_run(rows, caplog, monkeypatch):
+    monkeypatch.setattr(decode, "by_rows", lambda: rows)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     graph, params = nnx.split(create(tiny("vlstm", **SHAPE)), nnx.Param)
     params = jax.device_put(params, shardings(params, mesh))  # as weights are loaded
