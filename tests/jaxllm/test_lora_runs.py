@@ -172,7 +172,7 @@ def test_a_base_that_changed_is_refused(runs, capsys):
 def test_a_base_that_trained_on_says_why_its_checkpoint_is_gone(runs):
     """The run of the base keeps its newest checkpoints, not the one that adapters need."""
     folder, _ = runs
-    on = shutil.copytree(folder / "run", folder / "on")
+    on = shutil.copytree(folder / "run", folder / "trains_on")
     newer = (on / "checkpoints" / "2").rename(on / "checkpoints" / "5")
     shutil.rmtree(newer / "metrics")
     with pytest.raises(InputError, match="step 2; it has 5: a run that trains on deletes old"):
