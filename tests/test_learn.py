@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -178,6 +180,39 @@ def test_the_interpreter_finds_tokens_that_collide(capsys, caplog):
     assert command.main(["check", "encoder_backward", "1", str(path)]) == 1
     assert re.search(r"a race on dwte_ref\[\d, 0:256\]: .* block", capsys.readouterr().out)
     assert caplog.messages == []  # JAX's log of the error is a page
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+@pytest.mark.parametrize(
+    ("rung", "constant", "value", "why"),
+    [
+        ("layer_norm.rung2_warp_a_row", "ROWS = 4", "ROWS = 3", "(3, 32) is no multiple of (4,"),
+        ("layer_norm.rung2_warp_a_row", "VEC = 1", "VEC = 3", "that no block writes is NaN"),
+        ("encoder.rung3_batch", "BATCH = 8", "BATCH = 16", "the grid (0, 4) has no block"),
+        ("attention.rung2_online", "TILE = 64", "TILE = 32", "a multiple of 64, but got 32"),
+    ],
+)
+def test_an_impossible_tile_is_refused_with_its_reason(
+    rung, constant, value, why, tmp_path, capsys
+):
+    ladder, _, module = rung.partition(".")
+    source = (ladders.HERE / ladder / f"{module}.py").read_text(encoding="utf-8")
+    assert source.count(constant) == 1
+    (mine := tmp_path / "mine.py").write_text(source.replace(constant, value))
+    number = re.search(r"\d", module)[0]
+    assert command.main(["check", ladder, number, str(mine)]) == 1
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+def test_a_kernel_that_waits_for_ever_is_given_up(tmp_path):
+    source = (ladders.HERE / "layer_norm" / "rung5_ring.py").read_text(encoding="utf-8")
+    (mine := tmp_path / "mine.py").write_text(source.replace("SLOTS = 3", "SLOTS = 1"))
+    code = "import sys\nfrom learn import __main__ as c\nc.PATIENCE = 5\nc.main(sys.argv[1:])"
+    words = [sys.executable, "-c", code, "check", "layer_norm", "5", str(mine)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "warpgroup 0 waits for bars, on which too little arrives" in done.stdout
 
 
 def test_the_command_lists_and_refuses(capsys, tmp_path):
