@@ -13,7 +13,7 @@ What a library needs besides: any T, DQK to 256 and DV to 512, documents, a stat
 the backward pass, where the same two kernels make dq, dk, dv and the gradients of the gates with
 other operands (docs/vlstm.md).
 
-Counted: at T = 8192 the walks read k and v twice and write the states, 201 MB; with the 204 MB of
+Counted: at T = 8192 the walks read k and v twice and write the states, 201 MB; with the 203 MB of
 the outputs and 12 us for the gates 149 us.  At T = 2048 one walk is enough: 123 us.  The floor of
 52 us is out of reach with states in memory, which the backward pass needs.
 
