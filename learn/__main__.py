@@ -172,6 +172,8 @@ def check(name: str, number: int, path: Path) -> int:
     try:
         with record.recording() as book, ended(book):
             ladders.check(ladder, rung, record.watched(book))
+            if not book.kernels:
+                raise ValueError("no kernel ran: an answer calls mosaic.kernel")
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
         where = f"for a GPU, at {stairs.text(ladder.sizes[0])}: "
@@ -301,7 +303,13 @@ def main(argv: list[str] | None = None) -> int:
 
     import jax
 
-    if jax.default_backend() == "gpu":
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu or arguments.trace:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise SystemExit(f"error: --out {arguments.out}: {e.strerror}: name a folder") from e
+    if on_gpu:
         time_on_gpu(chosen, arguments.rung, arguments.out)
         return 0
     return max(

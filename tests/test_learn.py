@@ -205,6 +205,20 @@ def test_an_impossible_tile_is_refused_with_its_reason(
 
 
 @pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+def test_an_answer_in_jnp_is_no_kernel(tmp_path, capsys):
+    code = "from learn.layer_norm import LADDER\n\nlayer_norm = LADDER.reference\n"
+    (mine := tmp_path / "mine.py").write_text(code)
+    assert command.main(["check", "layer_norm", "2", str(mine)]) == 1
+    assert capsys.readouterr().out == "not yet: no kernel ran: an answer calls mosaic.kernel\n"
+
+
+def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path):
+    (taken := tmp_path / "taken").write_text("")
+    with pytest.raises(SystemExit, match=r"--out .*taken: File exists: name a folder"):
+        command.main(["layer_norm", "2", "--trace", "--out", str(taken)])
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
 def test_a_kernel_that_waits_for_ever_is_given_up(tmp_path):
     source = (ladders.HERE / "layer_norm" / "rung5_ring.py").read_text(encoding="utf-8")
     (mine := tmp_path / "mine.py").write_text(source.replace("SLOTS = 3", "SLOTS = 1"))
@@ -219,6 +233,7 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("    Rung ") == len(RUNGS)
     (broken := tmp_path / "broken.py").write_text("def layer_norm(:\n")
+    (unknown := tmp_path / "unknown.py").write_text("import math\n\nX = mat.pi\n")
     for words, why in (
         (["layer"], "no ladder layer: there are layer_norm"),
         (["layer_norm", "9"], "layer_norm has rungs 1 to 7, not 9"),
@@ -227,6 +242,7 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
         (["check", "layer_norm", "2", str(tmp_path / "no.py")], "no.py does not exist"),
         (["check", "layer_norm", "2", str(tmp_path)], "is not a file: name a Python file"),
         (["check", "layer_norm", "2", str(broken)], "broken.py, line 1: invalid syntax"),
+        (["check", "layer_norm", "2", str(unknown)], "unknown.py, line 3: NameError: name 'mat'"),
         (["check", "layer_norm", "2", "README.md"], "README.md is not a Python file"),
         (["check", "layer_norm", "2", RUNGS[4][1].__file__], "is rung 5, not an answer to rung 2"),
         (["check", "layer_norm", "2", ladders.__file__], "has no function layer_norm"),
