@@ -86,7 +86,7 @@ def load(path: Path, number: int) -> ModuleType:
         raise SystemExit(f"error: {e.filename}, line {e.lineno}: {e.msg}") from e
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
-        line = [frame.lineno for frame in frames if frame.filename == str(path)][-1]
+        line = [frame.lineno for frame in frames if frame.filename == spec.origin][-1]
         raise SystemExit(f"error: {path}, line {line}: {type(e).__name__}: {e}") from e
     return module
 

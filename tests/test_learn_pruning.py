@@ -89,9 +89,7 @@ def test_bad_files_are_refused_before_the_training(monkeypatch, tmp_path):
     monkeypatch.setattr(pruning, "read_data", lambda config: None)
     (taken := tmp_path / "taken").write_text("")
     for words in (["--quick", "--out", str(taken)], ["--draw", str(taken)], ["--draw", "no.json"]):
-        with pytest.raises(
-            SystemExit, match=r"(\[Errno \d\d?\] .*'(.*taken|no.json)'|Expect)"
-        ):
+        with pytest.raises(SystemExit, match=r"(\[Errno \d\d?\] .*'(.*taken|no.json)'|Expect)"):
             pruning.main(words)
 
 
