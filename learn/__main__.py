@@ -85,10 +85,12 @@ def ended(book):
 
     def give_up():
         last = {(e.block, e.wg): e for e in book.events if e.kernel == book.at}
-        waiting = [f"block {block}, warpgroup {wg} waits for {e.buffer}" for (block, wg), e
-                   in last.items() if e.kind == "wait"]  # fmt: skip
-        what = f": {waiting[0]}, on which too little arrives" if waiting else ""
-        print(f"not yet: the kernel has not ended after {PATIENCE} s{what}", flush=True)
+        waiting = next((e for e in last.values() if e.kind == "wait"), None)
+        what = waiting and (
+            f": block {', '.join(map(str, waiting.block))}, warpgroup {waiting.wg} waits for"
+            f" {waiting.buffer}, on which too little arrives"
+        )
+        print(f"not yet: the kernel has not ended after {PATIENCE} s{what or ''}", flush=True)
         os._exit(1)  # the interpreter's threads cannot be stopped
 
     timer = threading.Timer(PATIENCE, give_up)
