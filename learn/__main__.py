@@ -13,17 +13,22 @@ Pictures and times go to --out (default: benchmarks/learn).
 """
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import statistics
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 from learn import ladder as ladders
 from learn import stairs
 
 RESULTS = ladders.HERE / "results.json"
+PATIENCE = 100  # seconds that a rung may take on a CPU; ours take one or two
 
 
 def listing() -> None:
@@ -48,11 +53,11 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
         number = ladders.number(rung)
         inputs = ladders.example(ladder, rung).inputs
         start, wrong = time.perf_counter(), ""
-        with record.recording() as book:
+        with record.recording() as book, ended(book):
             try:
                 ladders.check(ladder, rung, record.watched(book))
             except Exception as error:
-                wrong, failed = f"WRONG: {why(error, book)}", 1
+                wrong, failed = f"WRONG: {why(error, book, rung)}", 1
         seconds = time.perf_counter() - start
         measured = stored.get(stairs.text(sizes), {}).get(rung.__name__.rpartition(".")[2])
         gained = f"measured {measured:.0f} us" if measured else "not measured yet"
@@ -74,9 +79,32 @@ ACCESS = re.compile(
 )
 
 
-def why(error: Exception, book) -> str:
+@contextlib.contextmanager
+def ended(book):
+    """Ends the program, with a line, if the kernel inside waits for what never comes."""
+
+    def give_up():
+        last = {(e.block, e.wg): e for e in book.events if e.kernel == book.at}
+        waiting = next((e for e in last.values() if e.kind == "wait"), None)
+        what = waiting and (
+            f": block {', '.join(map(str, waiting.block))}, warpgroup {waiting.wg} waits for"
+            f" {waiting.buffer}, on which too little arrives"
+        )
+        print(f"not yet: the kernel has not ended after {PATIENCE} s{what or ''}", flush=True)
+        os._exit(1)  # the interpreter's threads cannot be stopped
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def why(error: Exception, book, rung) -> str:
     """An error's cause in a line; the interpreter's come with the traces of several threads."""
-    text = str(error).partition("\n-----")[0]
+    text = str(error).partition("\n-----")[0].partition("\n see current operation")[0]
+    text = text.rpartition("Error details: ")[2]
     both = ACCESS.findall(text)[:2]
     if "RACE DETECTED" in text and len(both) == 2:
         key = tuple(int(number) for number in re.findall(r"=(-?\d+)", both[0][1]))
@@ -85,7 +113,22 @@ def why(error: Exception, book) -> str:
         return f"a race on {book.names.get(key, 'a buffer')}[{at}]: {who}, in no order"
     lines = [line for line in text.splitlines() if line.strip()] or [repr(error)]
     causes = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (causes or lines)[-1].strip()
+    cause = (causes or lines)[-1].strip()
+    if cause.endswith("is not finite"):
+        cause += " (in the interpreter an element that no block writes is NaN)"
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [f"line {frame.lineno}: " for frame in frames if frame.filename == rung.__file__]
+    return at[-1] + cause if at else cause
+
+
+def lower(ladder, rung) -> None:
+    """Lowers a rung for a GPU at the size that is timed; raises what the hardware refuses."""
+    import jax
+
+    prepare = getattr(rung, "prepare", lambda *inputs: inputs)
+    shapes = jax.eval_shape(lambda: ladder.inputs(ladder.sizes[0]))
+    run = jax.jit(lambda *inputs: getattr(rung, ladder.name)(*prepare(*inputs)))
+    run.trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 def _text(inputs) -> str:
@@ -127,14 +170,19 @@ def check(name: str, number: int, path: Path) -> int:
     if not hasattr(rung, name):
         raise SystemExit(f"error: {path} has no function {name}, which a rung of {name} needs")
     inputs = ladders.example(ladder, rung).inputs
-    complaint = None
+    complaint, where = None, ""
     try:
-        with record.recording() as book:
+        with record.recording() as book, ended(book):
             ladders.check(ladder, rung, record.watched(book))
+            if not book.kernels:
+                raise ValueError("no kernel ran: an answer calls mosaic.kernel")
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
+        where = f"for a GPU, at {stairs.text(ladder.sizes[0])}: "
+        if not complaint:
+            lower(ladder, rung)
     except Exception as error:
-        complaint = why(error, book)
+        complaint = where + why(error, book, rung)
     print(f"not yet: {complaint}" if complaint else f"right: {path} is a rung {number} of {name}")
     return int(complaint is not None)
 
@@ -257,7 +305,13 @@ def main(argv: list[str] | None = None) -> int:
 
     import jax
 
-    if jax.default_backend() == "gpu":
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu or arguments.trace:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise SystemExit(f"error: --out {arguments.out}: {e.strerror}: name a folder") from e
+    if on_gpu:
         time_on_gpu(chosen, arguments.rung, arguments.out)
         return 0
     return max(

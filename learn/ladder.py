@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import pkgutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,10 @@ def load(path: Path, number: int) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as e:
         raise SystemExit(f"error: {e.filename}, line {e.lineno}: {e.msg}") from e
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        line = [frame.lineno for frame in frames if frame.filename == spec.origin][-1]
+        raise SystemExit(f"error: {path}, line {line}: {type(e).__name__}: {e}") from e
     return module
 
 

@@ -217,17 +217,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw stored results")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/learn"), metavar="DIR")
     arguments, more = parser.parse_known_args(argv)
-    if arguments.draw:
-        draw(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".svg"))
-        return 0
     try:
+        if arguments.draw:
+            draw(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".svg"))
+            return 0
         overrides = overrides_of(more)
         config = load(arguments.config, (QUICK if arguments.quick else {}) | overrides)
         if config.train.steps < STRETCHES:
             raise InputError(f"train.steps={config.train.steps} is below {STRETCHES}: raise it")
         set_xla_flags(config.train.deterministic)
         data = read_data(config)
-    except InputError as error:
+        arguments.out.mkdir(parents=True, exist_ok=True)  # before the training, which it would lose
+    except (InputError, OSError, json.JSONDecodeError) as error:
         raise SystemExit(f"error: {error}") from error
     start = time.perf_counter()
     sweep = Sweep(config, 1 if arguments.quick else arguments.seeds, *data)
@@ -242,7 +243,6 @@ def main(argv: list[str] | None = None) -> int:
         "seconds": round(time.perf_counter() - start, 1),
         "rows": rows,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "pruning.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, arguments.out / "pruning.svg")
     print(f"wrote {arguments.out}/pruning.json and pruning.svg after {result['seconds']} s")

@@ -76,7 +76,10 @@ def requests(layout, addresses: np.ndarray, itemsize: int) -> int:
     elif isinstance(layout, fa.TiledLayout):
         for tile in layout.tiling.tiles:
             head = addresses.shape[: -len(tile)]
-            pairs = zip(addresses.shape[-len(tile) :], tile, strict=True)
+            own = addresses.shape[-len(tile) :]
+            if len(own) < len(tile) or any(size % t for size, t in zip(own, tile, strict=True)):
+                raise ValueError(f"a load of {own} is no multiple of {tile}, a tile of its layout")
+            pairs = zip(own, tile, strict=True)
             split = addresses.reshape(*head, *(n for size, t in pairs for n in (size // t, t)))
             axes = range(len(head), split.ndim)
             addresses = split.transpose(*range(len(head)), *axes[::2], *axes[1::2])
@@ -265,6 +268,8 @@ def _naming(book: Notebook, function):
     """mosaic.kernel, which also notes the names of the kernel's arrays and scratch."""
 
     def kernel(body, *, name=None, scratch_types=(), **options):
+        if 0 in (grid := options.get("grid", ())):
+            raise ValueError(f"the grid {grid} has no block: a tile is larger than its array")
         call = function(body, name=name, scratch_types=scratch_types, **options)
         scratch = [
             key

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -180,10 +182,58 @@ def test_the_interpreter_finds_tokens_that_collide(capsys, caplog):
     assert caplog.messages == []  # JAX's log of the error is a page
 
 
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+@pytest.mark.parametrize(
+    ("rung", "constant", "value", "why"),
+    [
+        ("layer_norm.rung2_warp_a_row", "ROWS = 4", "ROWS = 3", "(3, 32) is no multiple of (4,"),
+        ("layer_norm.rung2_warp_a_row", "VEC = 1", "VEC = 3", "that no block writes is NaN"),
+        ("encoder.rung3_batch", "BATCH = 8", "BATCH = 16", "the grid (0, 4) has no block"),
+        ("attention.rung2_online", "TILE = 64", "TILE = 32", "a multiple of 64, but got 32"),
+    ],
+)
+def test_an_impossible_tile_is_refused_with_its_reason(
+    rung, constant, value, why, tmp_path, capsys
+):
+    ladder, _, module = rung.partition(".")
+    source = (ladders.HERE / ladder / f"{module}.py").read_text(encoding="utf-8")
+    assert source.count(constant) == 1
+    (mine := tmp_path / "mine.py").write_text(source.replace(constant, value))
+    number = re.search(r"\d", module)[0]
+    assert command.main(["check", ladder, number, str(mine)]) == 1
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+def test_an_answer_in_jnp_is_no_kernel(tmp_path, capsys):
+    code = "from learn.layer_norm import LADDER\n\nlayer_norm = LADDER.reference\n"
+    (mine := tmp_path / "mine.py").write_text(code)
+    assert command.main(["check", "layer_norm", "2", str(mine)]) == 1
+    assert capsys.readouterr().out == "not yet: no kernel ran: an answer calls mosaic.kernel\n"
+
+
+def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path):
+    (taken := tmp_path / "taken").write_text("")
+    with pytest.raises(SystemExit, match=r"--out .*taken: File exists: name a folder"):
+        command.main(["layer_norm", "2", "--trace", "--out", str(taken)])
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+def test_a_kernel_that_waits_for_ever_is_given_up(tmp_path):
+    source = (ladders.HERE / "layer_norm" / "rung5_ring.py").read_text(encoding="utf-8")
+    (mine := tmp_path / "mine.py").write_text(source.replace("SLOTS = 3", "SLOTS = 1"))
+    code = "import sys\nfrom learn import __main__ as c\nc.PATIENCE = 5\nc.main(sys.argv[1:])"
+    words = [sys.executable, "-c", code, "check", "layer_norm", "5", str(mine)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "warpgroup 0 waits for bars, on which too little arrives" in done.stdout
+
+
 def test_the_command_lists_and_refuses(capsys, tmp_path):
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("    Rung ") == len(RUNGS)
     (broken := tmp_path / "broken.py").write_text("def layer_norm(:\n")
+    (unknown := tmp_path / "unknown.py").write_text("import math\n\nX = mat.pi\n")
     for words, why in (
         (["layer"], "no ladder layer: there are layer_norm"),
         (["layer_norm", "9"], "layer_norm has rungs 1 to 7, not 9"),
@@ -192,6 +242,7 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
         (["check", "layer_norm", "2", str(tmp_path / "no.py")], "no.py does not exist"),
         (["check", "layer_norm", "2", str(tmp_path)], "is not a file: name a Python file"),
         (["check", "layer_norm", "2", str(broken)], "broken.py, line 1: invalid syntax"),
+        (["check", "layer_norm", "2", str(unknown)], "unknown.py, line 3: NameError: name 'mat'"),
         (["check", "layer_norm", "2", "README.md"], "README.md is not a Python file"),
         (["check", "layer_norm", "2", RUNGS[4][1].__file__], "is rung 5, not an answer to rung 2"),
         (["check", "layer_norm", "2", ladders.__file__], "has no function layer_norm"),

@@ -85,6 +85,14 @@ def test_a_sweep_prunes_in_rounds_rewinds_and_draws(sweep, monkeypatch, tmp_path
     ET.parse(tmp_path / "a.svg")
 
 
+def test_bad_files_are_refused_before_the_training(monkeypatch, tmp_path):
+    monkeypatch.setattr(pruning, "read_data", lambda config: None)
+    (taken := tmp_path / "taken").write_text("")
+    for words in (["--quick", "--out", str(taken)], ["--draw", str(taken)], ["--draw", "no.json"]):
+        with pytest.raises(SystemExit, match=r"(\[Errno \d\d?\] .*'(.*taken|no.json)'|Expect)"):
+            pruning.main(words)
+
+
 def test_bad_arguments_are_one_line():
     for words, why in (
         (["--train.steps", "24"], "error: train.steps=24 is below 25: raise it"),

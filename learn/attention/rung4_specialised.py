@@ -9,7 +9,7 @@ their own, so that S can start before the values have arrived.
     warpgroup 1   | the same for the other 64 queries
 
 The keys of the diagonal are two tiles now, and both warpgroups mask both: for the first one the
-last tile is hidden as a whole, which adds P = 0.  And since blocks with late queries take up to 64
+last tile is hidden as a whole, which adds P = 0.  And since blocks with late queries take up to 32
 times as long as the first ones, they start first: short blocks then fill the gaps at the end.
 
 Counted: a byte of K and V serves 128 queries instead of 64, and nobody waits for copies.  128 x 128

@@ -7,12 +7,11 @@ and `_WIDE` in pallas_kernels/norms/tiles.py, with the measurements that chose t
     up to 8192 columns   rung 6 without the ring: four warps for each row, a block for each row
 
 What it adds to the rungs is what a library needs.  Any number of rows, which are padded where they
-must be.
-The mean in two parts: the mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which the second
-pass corrects.  Saved statistics for the backward pass.  RMS norm, a residual that is added first,
-and heads with separate weights, by the same code.  And `unsafe_no_auto_barriers`: by default
-the compiler puts a barrier around every access to shared memory; here only the sums over warps
-need one.
+must be.  The mean in two parts: the mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which
+the second pass corrects.  Saved statistics for the backward pass.  RMS norm, a residual that is
+added first, and heads with separate weights, by the same code.  And `unsafe_no_auto_barriers`: by
+default the compiler puts a barrier around every access to shared memory; here only the sums over
+warps need one.
 
 Counted: 34 us at 32768 x 768 and 91 us at 16384 x 4096: each byte once, at the speed of a copy.
 

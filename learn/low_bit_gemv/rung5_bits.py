@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 
@@ -46,7 +45,7 @@ def low_bit_gemv(x, words, scales):
 
         def step(i, sums):
             at = pl.ds(i * STEP, STEP)
-            packed = plgpu.load(words_ref.at[mine, at], layout=LAYOUT, optimized=False)
+            packed = mosaic.read(words_ref.at[mine, at], LAYOUT)
             for j in range(PLANES):
                 at = pl.ds(j * columns + i * STEP, STEP)
                 x = mosaic.along(mosaic.load(x_ref.at[at], LAYOUT.reduce(0)), (ROWS, STEP), 1)

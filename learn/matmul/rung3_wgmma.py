@@ -45,8 +45,8 @@ def matmul(a, b, d):
             @pl.loop(0, depth // STEP)
             def _(i):
                 at = pl.ds(i * STEP, STEP)
-                a_smem[...] = plgpu.load(a_ref.at[of_a, at], layout=WGMMA, optimized=False)
-                b_smem[...] = plgpu.load(b_ref.at[of_b, at], layout=WGMMA, optimized=False)
+                a_smem[...] = mosaic.read(a_ref.at[of_a, at], WGMMA)
+                b_smem[...] = mosaic.read(b_ref.at[of_b, at], WGMMA)
                 plgpu.commit_smem()
                 plgpu.wgmma(acc, a_smem, b_smem.transpose((1, 0)))
                 plgpu.wgmma_wait(0)

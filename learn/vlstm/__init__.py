@@ -63,7 +63,7 @@ def weights(i, f, size, s) -> Weights:
     """
     chunks = lambda x: jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, size)
     i, b = chunks(i), jnp.cumsum(chunks(jax.nn.log_sigmoid(f)), axis=3)
-    top = lax.cummax(i - b, axis=3)  # b + top is the largest logarithm of D in a row, times s
+    top = lax.cummax(i - b, axis=3)  # b + top is the largest logarithm of D in a row
     # The stabiliser of the state after a chunk, and before it: the largest weight in that state.
     total = jnp.cumsum(b[..., -1], axis=2)
     before_it = total - b[..., -1]

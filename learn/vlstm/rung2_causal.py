@@ -6,11 +6,11 @@ This is what makes it a model of text, and it halves the work, if one does not c
 thrown away: the block of rows 64 n to 64 n + 63 stops after the tile of keys n.  Only in this last
 tile, on the diagonal, are some keys in the future; their weights become 0.
 
-            keys 0   1   2   3
-    rows 0  |  /  |   |   |   |      / masked, * whole, the rest is never computed
-    rows 1  |  *  | / |   |   |
-    rows 2  |  *  | * | / |   |
-    rows 3  |  *  | * | * | / |
+      keys    0   1   2   3
+    rows 0  | / |   |   |   |      / masked, * whole, the rest is never computed
+    rows 1  | * | / |   |   |
+    rows 2  | * | * | / |   |
+    rows 3  | * | * | * | / |
 
 The mask compares two arrays of indices, which `plgpu.broadcasted_iota` makes in registers.  They
 would take 48 registers of each thread during the whole loop, so the last tile comes after it.

@@ -14,9 +14,9 @@ same states.
 
 Counted: a step of the walk is shorter now, 1.2 us, but at T = 8192 24 blocks do 128 of them, 154
 us; it moves 126 MB, 43 us, so bandwidth is the limit only if there are enough heads.  `outputs`
-moves q, k, v, h and the states, 202 MB in 68 us.  With 20 us for XLA's kernels of the gates: 0.24
+moves q, k, v, h and the states, 203 MB in 69 us.  With 20 us for XLA's kernels of the gates: 0.24
 ms.  At T = 2048, with 96 heads of 32 chunks, 0.13 ms: the states cost more there than the waiting
-did, because rung 5 moves 151 MB and this one 328.
+did, because rung 5 moves 153 MB and this one 329.
 
 Measured: 315 us, 161 us.
 """
