@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import lm_eval
 from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_table
@@ -73,7 +74,9 @@ class RunLM(TemplateLM):
         return encode(string)
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        return self.scorer([(context + answer, len(answer)) for _, context, answer in requests])
+        # A context of spaces alone is empty, too: the harness moves them into the answer.
+        start = [self.prefix_token_id]
+        return self.scorer([((ids or start) + answer, len(answer)) for _, ids, answer in requests])
 
     def loglikelihood_rolling(self, requests, **_) -> list[float]:
         """Log-likelihoods of whole texts, in windows of model.max_seq_len."""
@@ -143,10 +146,14 @@ def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, 
         )
     # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
     given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled)} | options
-    settings = {name: kinds[name](value) for name, value in given.items()}
-    settings = {"top_k": 50} | (folder or {}) | settings
     stops = [stops] if isinstance(stops, str) else stops
-    return sampling("generation_kwargs: ", **settings), [s for s in stops if s]
+    try:
+        settings = {name: kinds[name](value) for name, value in given.items()}
+        stops = [str(stop) for stop in stops if stop]
+    except (TypeError, ValueError) as e:
+        raise InputError(f"generation_kwargs {given | {'until': stops}}: {e}") from e
+    settings = {"top_k": 50} | (folder or {}) | settings
+    return sampling("generation_kwargs: ", **settings), stops
 
 
 def evaluate(args: argparse.Namespace) -> str:
@@ -165,13 +172,16 @@ def evaluate(args: argparse.Namespace) -> str:
     try:
         results = lm_eval.simple_evaluate(
             model,
-            tasks=tasks,
+            tasks=manager.match_tasks(tasks),  # a name may be a pattern, like mmlu_*
             task_manager=manager,
             num_fewshot=args.shots,
             limit=args.limit,
             log_samples=False,
         )
-    except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
+    except InputError:
+        raise
+    # No network, a bad data file, or what the mistakes in a task's YAML raise in the harness.
+    except (OSError, LookupError, TypeError, ValueError, DatasetsError, TemplateError) as e:
         words = " ".join(str(e).split())[:300]
         raise InputError(f"--tasks {args.tasks}: {type(e).__name__}: {words}") from e
     assert results is not None  # the harness returns None only on other ranks
