@@ -349,13 +349,14 @@ class Tokenizer:
             )
 
     def copy_to(self, folder: Path) -> None:
-        """Writes the tokenizer.json and what belongs to it, for a run."""
+        """Writes the tokenizer.json and what belongs to it, for a run; raises InputError."""
         folder.mkdir(parents=True, exist_ok=True)
+        own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
+        if not (own and folder.samefile(self.folder)):
+            files.write_companions(own, folder)
         made = not self.path.exists()  # of vocab.json and merges.txt
         whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
         files.write_whole(folder / files.TOKENIZER, whole)
-        if self.path.name == files.TOKENIZER:
-            files.copy_companions(self.folder, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.

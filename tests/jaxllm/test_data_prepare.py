@@ -274,6 +274,26 @@ def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
     assert "--out: it is empty; name a" in error_of(capsys, [*command(data), "--out="])
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+)
+def test_files_of_another_tokenizer_are_not_taken_as_its_own(data, capsys, name):
+    """They stayed in the folder, and every command read them with its tokenizer.json."""
+    out = data / "out"
+    out.mkdir()
+    (out / name).write_text('{"eos_token": "hello"}')
+    assert main(command(data)) == 2
+    assert f"error: {out / name} does not belong to the tokenizer" in capsys.readouterr().err
+    assert not (out / "tokenizer.json").exists()
+    (out / name).unlink()
+    assert main(command(data)) == 0
+    # Its own files may be there, as after an interruption.
+    (data / name).write_text("{}")
+    (data / "other").mkdir()
+    (data / "other" / name).write_text("{}")
+    assert main(command(data, "other")) == 0
+
+
 def test_one_process_at_a_time(data, capsys):
     with cache.lock(data / "out/.lock"):
         assert "another process is writing" in error_of(capsys, command(data))

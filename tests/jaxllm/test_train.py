@@ -297,6 +297,9 @@ class TestFinishedRun:
         message = error_of(capsys, *resumed, "--config", tmp_path / "changed.yaml")
         assert "to change it say --optimizer.learning_rate 0.0001 here, or start a new" in message
         assert f"--model.init_from {copy}, another --out_dir" in message
+        # Its weights would be refused, too.
+        message = error_of(capsys, *resumed, "--model.n_layers", "3")
+        assert message.endswith("a resumed run keeps it: start a new run")
         assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
         # Said, too, for a rate that was edited in config.yaml.
         assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in capsys.readouterr().out

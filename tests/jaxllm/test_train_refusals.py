@@ -77,7 +77,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--processes", "9" * 20], "must be 1 to 64"),
         (
             ["--config", "llama3_small", "--data.cache_dir", "~nobody-here/x"],
-            "home directory for ~",
+            "~ or ~USER, which has no home directory",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     errors = done.stderr.splitlines()
     assert len(errors) == len(lines)
     for line, error in zip(lines, errors, strict=True):
-        wanted = "no home directory for ~: set HOME" if "~" in line else "/nothing"
+        wanted = "~ or ~USER, which has no home directory" if "~" in line else "/nothing"
         assert error.startswith("error: ")
         assert wanted in error
 
