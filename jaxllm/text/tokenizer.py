@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import ByteLevelBPETokenizer, models
 
 from jaxllm.errors import InputError
+from jaxllm.files import write_json, write_whole
 from jaxllm.text import files
 from jaxllm.text.chat import render
 
@@ -356,7 +357,7 @@ class Tokenizer:
             files.write_companions(own, folder)
         made = not self.path.exists()  # of vocab.json and merges.txt
         whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
-        files.write_whole(folder / files.TOKENIZER, whole)
+        write_whole(folder / files.TOKENIZER, whole)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.
@@ -371,7 +372,7 @@ class Tokenizer:
         if ends != named:
             value = ends[0] if len(ends) == 1 else ends
             if generates:
-                files.write_json(folder / files.GENERATION, page | {"eos_token_id": value})
+                write_json(folder / files.GENERATION, page | {"eos_token_id": value})
             else:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
@@ -379,7 +380,7 @@ class Tokenizer:
             page = self._bos_and_eos(next(iter(ends), None))
             page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
-            files.write_json(folder / "tokenizer_config.json", page)
+            write_json(folder / "tokenizer_config.json", page)
         return found
 
 
@@ -392,4 +393,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     options = dict(min_frequency=0, show_progress=False, special_tokens=[files.END_OF_TEXT])
     library.train_from_iterator(texts, vocab_size, **options)
     # The library's `save` raises a plain Exception on a full disk.
-    files.write_whole(path, library.to_str(pretty=True).encode())
+    write_whole(path, library.to_str(pretty=True).encode())
