@@ -329,9 +329,6 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     if (what := holds(args.out_dir)) != "a run":
         fix = f"start a run with --model.init_from {args.out_dir} and another --out_dir"
         raise InputError(f"out_dir {args.out_dir} holds {what}, not a run to resume; {fix}")
-    if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
-        fix = "copy its checkpoints/, or add --restart to begin again and replace its metrics"
-        raise InputError(f"out_dir {args.out_dir} has no checkpoints to resume from; {fix}")
     stored, wanted = load(stored_path), load(args.config or stored_path, overrides)
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted

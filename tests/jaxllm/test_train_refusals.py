@@ -187,6 +187,14 @@ def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_p
     words = ["--resume", "--out_dir", str(tmp_path)]
     assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
     assert command_line.read([*words, "--restart"]).resume
+    # Its folder was emptied, and the run's metrics would have been lost.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 201, "loss": 3.5}\n')
+    assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
+    for every in (201, 0):  # killed before the first
+        run.check_checkpoints(tmp_path, every)
+    (tmp_path / "checkpoints" / "200.orbax-checkpoint-tmp").mkdir()  # and while it was saved
+    run.check_checkpoints(tmp_path, 200)
 
 
 @pytest.mark.parametrize("key", ["out_dir", "data.cache_dir"])
