@@ -296,13 +296,16 @@ def companions(source: Path) -> dict[str, bytes]:
     return found | ({IDS: json.dumps(config).encode()} if config else {})
 
 
-def write_companions(found: dict[str, bytes], target: Path) -> None:
-    """Writes `companions`; raises InputError if others are there, which would be read with them."""
-    for name in beside(target):
-        if (target / name).read_bytes() != found.get(name):
+def write_text(found: dict[str, bytes], target: Path) -> None:
+    """Writes a tokenizer.json and `companions`; raises InputError if the folder has others.
+
+    They would be lost, or read with these.
+    """
+    for path in (target / name for name in (TOKENIZER, *beside(target)) if name != IDS):
+        if path.exists() and path.read_bytes() != found.get(str(path.relative_to(target))):
             raise InputError(
-                f"{target / name} does not belong to the tokenizer that is written there, and"
-                " would be read with it: delete it, or name another folder"
+                f"{path} does not belong to the tokenizer that is written there; delete it, or name"
+                " another folder"
             )
     for name, content in found.items():
         (target / name).parent.mkdir(exist_ok=True)

@@ -352,12 +352,10 @@ class Tokenizer:
     def copy_to(self, folder: Path) -> None:
         """Writes the tokenizer.json and what belongs to it, for a run; raises InputError."""
         folder.mkdir(parents=True, exist_ok=True)
-        own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
-        if not (own and folder.samefile(self.folder)):
-            files.write_companions(own, folder)
         made = not self.path.exists()  # of vocab.json and merges.txt
         whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
-        write_whole(folder / files.TOKENIZER, whole)
+        own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
+        files.write_text({files.TOKENIZER: whole} | own, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.

@@ -23,7 +23,7 @@ from jaxllm.config.command_line import Parser, check_exists, check_writable, exi
 from jaxllm.errors import InputError, RunError
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
-from jaxllm.text.files import companions, take_ids, write_companions
+from jaxllm.text.files import companions, take_ids, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,7 +200,7 @@ def _copy_text(weights, target: Path) -> Tokenizer | None:
         if (folder / "tokenizer.json").exists():
             raise
         print(f"no tokenizer is written: {error}")
-        write_companions(companions(folder), target)
+        write_text(companions(folder), target)
         return None
     tokenizer.check(weights.config.vocab_size)
     tokenizer.copy_to(target)

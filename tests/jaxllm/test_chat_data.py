@@ -199,6 +199,14 @@ def prepare(config, out, *more):
     return main([*words, f"--tokenizer={config['tokenizer']}"])
 
 
+def test_a_tokenizer_of_other_origin_is_not_overwritten(config, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("mine")
+    assert prepare(config, tmp_path / "out") == 2
+    assert "out/tokenizer.json does not belong to the tokenizer" in capsys.readouterr().err
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
+
+
 def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp_path, capsys):
     lines = talks(40)
     lines[6] = {"messages": [{"role": "user", "content": "?"}]}

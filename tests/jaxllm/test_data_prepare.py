@@ -261,7 +261,7 @@ def test_foreign_shards_are_not_overwritten(data, capsys):
     assert contents(data / "out") == {"train_000000.bin": b"mine"}
     (data / "out2").mkdir()
     (data / "out2/tokenizer.json").write_bytes(b"mine")
-    assert "of other origin" in error_of(capsys, command(data, "out2"))
+    assert "does not belong to the tokenizer" in error_of(capsys, command(data, "out2"))
     assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
 
 
