@@ -231,12 +231,8 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         const="here",
     )
     parser.option("--processes N", "train in N processes, each with one GPU")
-    parser.option(
-        "--process I", "start only process I (from 0) of N, on this machine, with all of its GPUs"
-    )
-    parser.option(
-        "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"
-    )
+    parser.option("--process I", "start only process I (from 0) of N here, with all GPUs it has")
+    parser.option("--coordinator HOST:PORT", "with --process: where process 0 is, and a free port")
     arguments, rest = parser.parse_known_args(argv)
     overrides = parser.overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
@@ -355,7 +351,6 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"
             raise InputError(
-                f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
-                f" keeps it: {fix}"
+                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix}"
             )
     return f"; changed: {', '.join(changed)}" if changed else ""

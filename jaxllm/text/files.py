@@ -303,10 +303,7 @@ def write_text(found: dict[str, bytes], target: Path) -> None:
     """
     for path in (target / name for name in (TOKENIZER, *beside(target)) if name != IDS):
         if path.exists() and path.read_bytes() != found.get(str(path.relative_to(target))):
-            raise InputError(
-                f"{path} does not belong to the tokenizer that is written there; delete it, or name"
-                " another folder"
-            )
+            raise InputError(f"{path} is of another tokenizer: delete it, or name another folder")
     for name, content in found.items():
         (target / name).parent.mkdir(exist_ok=True)
         write_whole(target / name, content)

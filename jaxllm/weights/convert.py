@@ -92,8 +92,7 @@ def convert(args: argparse.Namespace, packing) -> None:
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
         raise InputError(
-            f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
-            " they were made from"
+            f"{source} holds packed weights ({weights.packing}); convert what they were made from"
         )
     if merge and not adapts:
         raise InputError(f"--merge is for adapters, and {source} holds no adapters")

@@ -261,7 +261,7 @@ def test_foreign_shards_are_not_overwritten(data, capsys):
     assert contents(data / "out") == {"train_000000.bin": b"mine"}
     (data / "out2").mkdir()
     (data / "out2/tokenizer.json").write_bytes(b"mine")
-    assert "does not belong to the tokenizer" in error_of(capsys, command(data, "out2"))
+    assert "is of another tokenizer" in error_of(capsys, command(data, "out2"))
     assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
 
 
@@ -283,7 +283,7 @@ def test_files_of_another_tokenizer_are_not_taken_as_its_own(data, capsys, name)
     out.mkdir()
     (out / name).write_text('{"eos_token": "hello"}')
     assert main(command(data)) == 2
-    assert f"error: {out / name} does not belong to the tokenizer" in capsys.readouterr().err
+    assert f"error: {out / name} is of another tokenizer" in capsys.readouterr().err
     assert not (out / "tokenizer.json").exists()
     (out / name).unlink()
     assert main(command(data)) == 0

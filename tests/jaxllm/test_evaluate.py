@@ -78,7 +78,7 @@ def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         if status:
             return err
-        found = re.search(r"loss ([\d.]+) .*, (\d+) tokens", out)
+        found = re.search(r"loss ([\d.]+) .*, (\d+) tokens?", out)
         return float(found[1]), int(found[2])
 
     (one, a), (short, b), (window, c), (more, d) = map(loss, (2, 20, 33, 34))

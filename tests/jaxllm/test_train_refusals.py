@@ -94,7 +94,7 @@ def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_p
     (tmp_path / "checkpoints").mkdir()
     message = error_of(capsys, "--resume", "--out_dir", tmp_path, f"--{key}", value)
     assert f"{key}=" in message
-    assert "of the run in" in message
+    assert "which the run in" in message
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_edited_or_damaged_configuration_does_not_continue_a_run(tiny, capsys
     checkpoints.save(1, {"step": jax.numpy.int32(1)}, about, None)
     checkpoints.close()
     for name, value, message in (
-        ("model.norm_eps", "1e-4", "model.norm_eps=0.0001 differs from 1e-05 of the run in"),
+        ("model.norm_eps", "1e-4", "model.norm_eps=0.0001 differs from 1e-05, which the run in"),
         ("model.rope_scaling.factor", "4", "model.rope_scaling='a section' differs from None"),
         ("optimizer.learning_rate", "1e-2", "is of another model"),  # it goes on, to the arrays
     ):
