@@ -40,9 +40,8 @@ def main(argv=None):
     if name in ("-h", "--help"):
         lines = [f"  {command:<11}{summary}" for command, (_, summary) in COMMANDS.items()]
         more = "`jaxllm COMMAND --help` lists the options of a command, `jaxllm --version` prints"
-        return _print(
-            "\n".join(["usage: jaxllm COMMAND ...\n\ncommands:", *lines, f"\n{more} the version."])
-        )
+        page = ["usage: jaxllm COMMAND ...\n\ncommands:", *lines, f"\n{more} the version."]
+        return _print("\n".join(page))
     if name == "--version":
         return _print(f"jaxllm {__version__}")
     if name not in COMMANDS:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.describe import INDENT, columns, help_text
-from jaxllm.config.loading import CONFIG_DIR, flat, load
+from jaxllm.config.loading import CONFIG_DIR, flat, load, parse
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 from jaxllm.files import on_hub
@@ -59,7 +59,15 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
 
-_TYPES: dict[str, Callable] = {"N": int, "I": int, "X": float}
+def _number(name: str, kind: type, text: str) -> int | float:
+    try:
+        return parse(name, text, kind)  # as in a configuration: int would read 1_0 as 10
+    except InputError as error:  # a ValueError, whose message argparse would not print
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+_NUMBERS = {"N": int, "I": int, "X": float}
+_TYPES: dict[str, Callable] = {x: partial(_number, x, kind) for x, kind in _NUMBERS.items()}
 _TYPES |= dict.fromkeys(("DIR", "FILE", "SOURCE", "OUT"), _path)
 _TYPES |= dict.fromkeys("TEXT STRING NAME NAME,... PATH COUNTxKIND HOST:PORT".split(), str)
 _TYPES["NAME_OR_PATH"] = lambda text: "/dev/stdin" if text == "-" else text
@@ -161,7 +169,7 @@ def exit_status(
     except (AssertionError, RuntimeError, ValueError) as error:
         why = _no_device()
         if "determine home directory" in str(error):
-            why = "no home directory for ~: set HOME, or name the folder in full"
+            why = "a path begins with ~ or ~USER, which has no home directory: name it in full"
         if re.search("for (JAX flag|environment) ", str(error)):  # jax reads them as it is imported
             why = f"{error}: set another value, or unset it"
         if why is None:
@@ -223,12 +231,8 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         const="here",
     )
     parser.option("--processes N", "train in N processes, each with one GPU")
-    parser.option(
-        "--process I", "start only process I (from 0) of N, on this machine, with all of its GPUs"
-    )
-    parser.option(
-        "--coordinator HOST:PORT", "with --process: the machine of process 0, and a free port there"
-    )
+    parser.option("--process I", "start only process I (from 0) of N here, with all GPUs it has")
+    parser.option("--coordinator HOST:PORT", "with --process: where process 0 is, and a free port")
     arguments, rest = parser.parse_known_args(argv)
     overrides = parser.overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
@@ -321,9 +325,6 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     if (what := holds(args.out_dir)) != "a run":
         fix = f"start a run with --model.init_from {args.out_dir} and another --out_dir"
         raise InputError(f"out_dir {args.out_dir} holds {what}, not a run to resume; {fix}")
-    if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
-        fix = "copy its checkpoints/, or add --restart to begin again and replace its metrics"
-        raise InputError(f"out_dir {args.out_dir} has no checkpoints to resume from; {fix}")
     stored, wanted = load(stored_path), load(args.config or stored_path, overrides)
     check_kept(stored.model_dump(), wanted.model_dump(), RATE & set(overrides), args.out_dir)
     return wanted
@@ -344,11 +345,12 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
             continue
         changed.append(f"{key}={value!r} (was {before!r})")
         if key not in (*CHANGEABLE, *free) and not key.startswith(("mesh.", "sample.", "profile.")):
-            fix = "start a new run from its weights"
+            weights = f" from its weights (--model.init_from {out_dir}, another --out_dir)"
+            fits = not key.startswith("model.")  # its weights do not fit another model
+            fix = "start a new run" + weights * fits
             if key in RATE:
                 fix = f"to change it say --{key} {value} here, or {fix}"
             raise InputError(
-                f"{key}={value!r} differs from {before!r} of the run in {out_dir}; a resumed run"
-                f" keeps it: {fix} (--model.init_from {out_dir}, another --out_dir)"
+                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix}"
             )
     return f"; changed: {', '.join(changed)}" if changed else ""

@@ -53,7 +53,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
             if not isinstance(values.get(section), dict):
                 values[section] = {}
             values = values[section]
-        values[name] = _parse(key, text, known[key].annotation)
+        values[name] = parse(key, text, known[key].annotation)
     try:
         return Config.model_validate(raw)
     except ValidationError as e:
@@ -130,7 +130,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _parse(key: str, text: str, annotation):
+def parse(key: str, text: str, annotation: Any) -> Any:
+    """The value of a command line's word for a key; raises InputError."""
     if text.lower() in ("null", "none") and type(None) in get_args(annotation):
         return None
     try:
@@ -175,4 +176,5 @@ def plain_message(message: str) -> str:
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)
-    return message
+    plain = lambda x: f"{x[1]} {float(x[2]):.15g}"  # 1e-30, not 0.000000000000000000000000000001
+    return re.sub(r"\b(least|most) (\d+\.?\d*)", plain, message)

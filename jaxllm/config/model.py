@@ -198,9 +198,7 @@ class Llama3Config(AttentionConfig):
         if self.lora is not None:
             self._check_lora(self.lora)
         elif self.quantize is not None:
-            raise ValueError(
-                f"quantize={self.quantize} needs model.lora, as packed weights cannot be trained"
-            )
+            raise ValueError(f"quantize={self.quantize} needs model.lora to train packed weights")
 
     def _check_lora(self, lora: Lora) -> None:
         C, F = self.d_model, self.d_ff

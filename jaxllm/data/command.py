@@ -87,10 +87,7 @@ def _prepare(args: Namespace) -> None:
     print(f"{counted(tokens['names'], 'name')} of special tokens in the text, {read}")
     print(tokenizer.documents())
     if not tokens["val"]:
-        print(
-            "no document is held out for validation: without data.val_path, training holds out"
-            " the end of the tokens"
-        )
+        print("no document is held out: without data.val_path, training holds out the last tokens")
 
 
 def _train_tokenizer(args: Namespace) -> None:

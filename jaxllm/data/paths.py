@@ -254,9 +254,7 @@ def _stdlib() -> Found:
         paths = [Path(folder, x) for x in names if not x.startswith("_sysconfigdata")]
         files += [(x.relative_to(root).as_posix(), x) for x in paths if x.suffix == ".py"]
     if not files:
-        raise InputError(
-            f"no source of Python's standard library in {root}: set data.source and data.path"
-        )
+        raise InputError(f"{root} has no source of Python's modules: set data.source, data.path")
     return Found(sorted(files))
 
 

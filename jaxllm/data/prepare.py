@@ -99,10 +99,11 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
     job = digest(VERSION, source.digest(cache_folder(None)), tokenizer.digest, *options)
     path = out / "prepare.json"
     with own(out), contextlib.ExitStack() as stack:
-        state = _begun(path, job, tokenizer)
+        state = _begun(path, job)
         if state["done"]:
             return state["tokens"]
         tokenizer.copy_to(out)
+        write_json(path, state)  # from now on this job owns everything in the folder
         size, names = tokenizer.vocab_size, ("train", "val")
         splits = {name: _Split(out, name, size, shard_tokens, state[name]) for name in names}
         for split in splits.values():
@@ -132,18 +133,15 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
         return tokens
 
 
-def _begun(path: Path, job: str, tokenizer: Tokenizer) -> dict[str, Any]:
+def _begun(path: Path, job: str) -> dict[str, Any]:
     """What prepare.json says of this job; for a new job, that nothing is encoded yet."""
     state, out = read_json(path, optional=True), path.parent
     if state.get("job", job) != job and (state["done"] or state["pieces"]):
         raise InputError(f"{out} holds other data or options: choose another --out or delete it")
-    copy = out / "tokenizer.json"
-    own_copy = not copy.exists() or copy.samefile(tokenizer.path)
-    if not state and (any(out.glob("*.bin")) or not own_copy):
-        raise InputError(f"{out} holds shards or a tokenizer of other origin: choose another --out")
+    if not state and any(out.glob("*.bin")):
+        raise InputError(f"{out} holds shards of other origin: choose another --out")
     if state.get("job") != job:  # another job failed on bad input before it encoded anything
         state = dict(job=job, done=False, pieces=0, names=0, train=[0, 0], val=[0, 0])
-        write_json(path, state)  # from now on this job owns everything in the folder
     return state
 
 

@@ -174,8 +174,7 @@ class Source:
                     names = [name for name in values if isinstance(values[name], str)]
                     has = f"its columns of text: {', '.join(names) or 'none'}"
                 raise InputError(
-                    f"{where} has no text under {column!r} ({has}); name the column of the text"
-                    " with text_column"
+                    f"{where} has no text under {column!r} ({has}); name it with text_column"
                 )
             if text:
                 # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.

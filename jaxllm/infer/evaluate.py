@@ -18,7 +18,7 @@ from jaxllm.config import Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.data.loader import IGNORE, Tokens
 from jaxllm.data.opening import check_paths, open_dataset
-from jaxllm.errors import InputError, RunError
+from jaxllm.errors import InputError, RunError, in_short
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
 from jaxllm.terminal import counted, progress_bar
@@ -205,10 +205,9 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
             context = f"{page['activity_label']}: {context}"
         endings, label = [_clean(e) for e in page["endings"]], int(page["label"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        why = f"{type(e).__name__}: {' '.join(str(e).split())[:100]}"
         raise InputError(
-            f"{where} is not a question of HellaSwag ({why}); it needs ctx, or ctx_a and ctx_b,"
-            " endings and label"
+            f"{where} is not a question of HellaSwag ({in_short(e)}); it needs ctx, or ctx_a and"
+            " ctx_b, endings and label"
         ) from e
     context = _clean(context)
     if len(endings) != ENDINGS or not all(endings) or not context or label not in range(ENDINGS):

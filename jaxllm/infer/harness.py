@@ -9,22 +9,26 @@ by jaxllm convert.
 import argparse
 import json
 import logging
+import os
 from itertools import batched, islice
 from pathlib import Path
 
 import jax
 import lm_eval
 from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_table
 from tqdm import tqdm
 
 from jaxllm.config import SampleConfig, sampling
-from jaxllm.errors import InputError
+from jaxllm.config.loading import parse
+from jaxllm.errors import InputError, in_short
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer
 from jaxllm.infer.writer import Speed, Text
+from jaxllm.text.files import listed
 
 TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -73,7 +77,9 @@ class RunLM(TemplateLM):
         return encode(string)
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        return self.scorer([(context + answer, len(answer)) for _, context, answer in requests])
+        # A context of spaces alone is empty, too: the harness moves them into the answer.
+        start = [self.prefix_token_id]
+        return self.scorer([((ids or start) + answer, len(answer)) for _, ids, answer in requests])
 
     def loglikelihood_rolling(self, requests, **_) -> list[float]:
         """Log-likelihoods of whole texts, in windows of model.max_seq_len."""
@@ -129,7 +135,7 @@ def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, 
     folder: the settings of the model's folder, all of which hold except the temperature.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    stops = options.pop("until", [])
+    stops = options.pop("until", None)
     limits = [options.pop(name) for name in _LIMITS if name in options]
     sampled = options.pop("do_sample", None)
     if sampled is not None and not sampled:
@@ -142,11 +148,11 @@ def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, 
             f" {', '.join(_LIMITS)}, do_sample, top_k, {', '.join(floats)}"
         )
     # "hf" is greedy without do_sample and a temperature; transformers' are 1, and top_k 50.
-    given = {"tokens": (limits or [TOKENS])[0], "temperature": bool(sampled)} | options
-    settings = {name: kinds[name](value) for name, value in given.items()}
+    given = {"tokens": (limits or [TOKENS])[0], "temperature": int(bool(sampled))} | options
+    mark = "generation_kwargs: "
+    settings = {name: parse(mark + name, str(x), kinds[name]) for name, x in given.items()}
     settings = {"top_k": 50} | (folder or {}) | settings
-    stops = [stops] if isinstance(stops, str) else stops
-    return sampling("generation_kwargs: ", **settings), [s for s in stops if s]
+    return sampling(mark, **settings), [str(stop) for stop in listed(stops) if stop != ""]
 
 
 def evaluate(args: argparse.Namespace) -> str:
@@ -154,26 +160,25 @@ def evaluate(args: argparse.Namespace) -> str:
     tasks, own = args.tasks.split(","), args.include_path
     if own is not None and not own.is_dir():
         raise InputError(f"--include_path {own} is not a folder")
-    if args.out is not None:  # found out now, not after hours
-        try:
-            args.out.open("a").close()
-        except OSError as e:
-            raise InputError(f"--out {args.out} cannot be written: {e.strerror}") from e
+    if args.out is not None and not os.access(args.out.parent, os.W_OK):  # now, not after hours
+        raise InputError(f"--out {args.out} cannot be written: No such file, or it is read-only")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _manager(own, tasks)
     model = RunLM(args.checkpoint, args.step, args.batch_size or 16)
     try:
         results = lm_eval.simple_evaluate(
             model,
-            tasks=tasks,
+            tasks=manager.match_tasks(tasks),  # a name may be a pattern, like mmlu_*
             task_manager=manager,
             num_fewshot=args.shots,
             limit=args.limit,
             log_samples=False,
         )
-    except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
-        words = " ".join(str(e).split())[:300]
-        raise InputError(f"--tasks {args.tasks}: {type(e).__name__}: {words}") from e
+    except InputError:
+        raise
+    # No network, a bad data file, or what the mistakes in a task's YAML raise in the harness.
+    except (OSError, LookupError, TypeError, ValueError, DatasetsError, TemplateError) as e:
+        raise InputError(f"--tasks {args.tasks}: {in_short(e)}") from e
     assert results is not None  # the harness returns None only on other ranks
     if args.out is not None:
         page = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples")}

@@ -48,9 +48,7 @@ class Loaded(NamedTuple):
         ids = self.tokenizer.prompt(text)
         most = decode.most_tokens(self.config) or len(ids)
         if not 2 <= len(ids) <= most + 1:
-            raise InputError(
-                f"the text has {counted(len(ids), 'token')}; a score needs 2 to {most + 1}"
-            )
+            raise InputError(f"the text has {counted(len(ids), 'token')}; it needs 2 to {most + 1}")
         with jax.set_mesh(None), jax.transfer_guard("allow"):
             tokens = jnp.array([ids])
             score = -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import InputError
-from jaxllm.files import on_hub, read_json, write_json, write_whole
+from jaxllm.files import on_hub, read_json, write_whole
 
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
@@ -288,14 +288,25 @@ def beside(folder: Path) -> list[str]:
     return [x for x in (*COMPANIONS, GENERATION, IDS, *sorted(more)) if (folder / x).is_file()]
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copies the files in which a folder describes its text, except the tokenizer.json."""
+def companions(source: Path) -> dict[str, bytes]:
+    """The files in which a folder describes its text, except the tokenizer.json."""
     paths = {GENERATION: _of_model(source) / GENERATION} | {x: source / x for x in beside(source)}
-    for name in filter(lambda x: paths[x].is_file(), paths):
+    found = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    config = Pages(source).config
+    return found | ({IDS: json.dumps(config).encode()} if config else {})
+
+
+def write_text(found: dict[str, bytes], target: Path) -> None:
+    """Writes a tokenizer.json and `companions`; raises InputError if the folder has others.
+
+    They would be lost, or read with these.
+    """
+    for path in (target / name for name in (TOKENIZER, *beside(target)) if name != IDS):
+        if path.exists() and path.read_bytes() != found.get(str(path.relative_to(target))):
+            raise InputError(f"{path} is of another tokenizer: delete it, or name another folder")
+    for name, content in found.items():
         (target / name).parent.mkdir(exist_ok=True)
-        write_whole(target / name, paths[name].read_bytes())
-    if config := Pages(source).config:
-        write_json(target / IDS, config)
+        write_whole(target / name, content)
 
 
 def take_ids(folder: Path) -> dict[str, Any]:

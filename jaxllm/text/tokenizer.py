@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import ByteLevelBPETokenizer, models
 
 from jaxllm.errors import InputError
+from jaxllm.files import write_json, write_whole
 from jaxllm.text import files
 from jaxllm.text.chat import render
 
@@ -349,13 +350,12 @@ class Tokenizer:
             )
 
     def copy_to(self, folder: Path) -> None:
-        """Writes the tokenizer.json and what belongs to it, for a run."""
+        """Writes the tokenizer.json and what belongs to it, for a run; raises InputError."""
         folder.mkdir(parents=True, exist_ok=True)
         made = not self.path.exists()  # of vocab.json and merges.txt
         whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
-        files.write_whole(folder / files.TOKENIZER, whole)
-        if self.path.name == files.TOKENIZER:
-            files.copy_companions(self.folder, folder)
+        own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
+        files.write_text({files.TOKENIZER: whole} | own, folder)
 
     def export_to(self, folder: Path) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.
@@ -370,7 +370,7 @@ class Tokenizer:
         if ends != named:
             value = ends[0] if len(ends) == 1 else ends
             if generates:
-                files.write_json(folder / files.GENERATION, page | {"eos_token_id": value})
+                write_json(folder / files.GENERATION, page | {"eos_token_id": value})
             else:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
@@ -378,7 +378,7 @@ class Tokenizer:
             page = self._bos_and_eos(next(iter(ends), None))
             page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
-            files.write_json(folder / "tokenizer_config.json", page)
+            write_json(folder / "tokenizer_config.json", page)
         return found
 
 
@@ -391,4 +391,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     options = dict(min_frequency=0, show_progress=False, special_tokens=[files.END_OF_TEXT])
     library.train_from_iterator(texts, vocab_size, **options)
     # The library's `save` raises a plain Exception on a full disk.
-    files.write_whole(path, library.to_str(pretty=True).encode())
+    write_whole(path, library.to_str(pretty=True).encode())

@@ -252,9 +252,6 @@ def open_log(
     config, tokenizer = trainer.config, dataset.tokenizer
     tokens = config.train.batch_size * config.train.seq_len
     if tokenizer is not None:  # makes the directory self-contained
-        path = out_dir / "tokenizer.json"
-        if path.exists() and Tokenizer(path).digest != tokenizer.digest:
-            raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         tokenizer.copy_to(out_dir)
     # Written first: a folder with checkpoints/ but no config.yaml could neither begin nor resume.
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())

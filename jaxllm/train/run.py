@@ -23,7 +23,7 @@ from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.files import inside
 from jaxllm.train import processes, report
-from jaxllm.train.metrics import check_tracker
+from jaxllm.train.metrics import check_tracker, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 
 
@@ -38,6 +38,8 @@ def _run(argv: list[str] | None) -> int:
     source_digest()  # of the code that is imported from here on
     arguments = command_line.read(argv)
     config = arguments.config
+    if arguments.resume and not arguments.restart:
+        check_checkpoints(arguments.out_dir, config.train.checkpoint_every)
     gpus = None if arguments.dry_run == "here" else arguments.dry_run
     try:
         check_input(config, arguments.resume, arguments.out_dir)
@@ -84,6 +86,15 @@ def _train(arguments: argparse.Namespace) -> int:
         del run
         resume = again = True
     return status
+
+
+def check_checkpoints(out_dir: Path, every: int) -> None:
+    """Raises InputError if a run's checkpoints are gone; a kill before the first left a folder."""
+    folder, rows = out_dir / "checkpoints", read_metrics(out_dir / "metrics.jsonl")
+    due = 0 < every < max((row["step"] for row in rows), default=0)
+    if not folder.is_dir() or (due and not any(folder.iterdir())):
+        fix = "copy its checkpoints/, or add --restart to begin again and replace its metrics"
+        raise InputError(f"out_dir {out_dir} has no checkpoints to resume from; {fix}")
 
 
 def check_input(config: Config, resume: bool, out_dir: Path) -> None:

@@ -23,7 +23,7 @@ from jaxllm.config.command_line import Parser, check_exists, check_writable, exi
 from jaxllm.errors import InputError, RunError
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
-from jaxllm.text.files import copy_companions, take_ids
+from jaxllm.text.files import companions, take_ids, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,8 +92,7 @@ def convert(args: argparse.Namespace, packing) -> None:
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
         raise InputError(
-            f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
-            " they were made from"
+            f"{source} holds packed weights ({weights.packing}); convert what they were made from"
         )
     if merge and not adapts:
         raise InputError(f"--merge is for adapters, and {source} holds no adapters")
@@ -200,7 +199,7 @@ def _copy_text(weights, target: Path) -> Tokenizer | None:
         if (folder / "tokenizer.json").exists():
             raise
         print(f"no tokenizer is written: {error}")
-        copy_companions(folder, target)
+        write_text(companions(folder), target)
         return None
     tokenizer.check(weights.config.vocab_size)
     tokenizer.copy_to(target)

@@ -336,8 +336,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if not kinds:
         options = "".join(f", {key}=true" for key in _LLAMA.implied if getattr(config, key, False))
         raise InputError(
-            f"model.type={config.type}{options}: transformers has no such model, so it cannot be"
-            " converted"
+            f"model.type={config.type}{options} cannot be converted: transformers has no such model"
         )
     # A window as long as the longest text has no effect.
     window = getattr(config, "window", None)
@@ -348,8 +347,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     for key, value in (("window", window), ("softcap", getattr(config, "softcap", None))):
         if value is not None and key not in kind.keys:
             raise InputError(
-                f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
-                " it cannot be converted"
+                f"model.{key}={value} cannot be converted: transformers' {config.type} has no {key}"
             )
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.

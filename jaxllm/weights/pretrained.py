@@ -181,8 +181,7 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
         held = f"{where} holds packed weights ({weights.packing})"
         if lora is None:
             raise InputError(
-                f"{held}, which cannot be trained; name the run or the folder that they were made"
-                " from, or set model.lora"
+                f"{held}, which cannot be trained; name what they were made from, or set model.lora"
             )
         cannot = "cannot be packed for training"
         if weights.packing.head is not None:

@@ -199,6 +199,14 @@ def prepare(config, out, *more):
     return main([*words, f"--tokenizer={config['tokenizer']}"])
 
 
+def test_a_tokenizer_of_other_origin_is_not_overwritten(config, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("mine")
+    assert prepare(config, tmp_path / "out") == 2
+    assert "out/tokenizer.json is of another tokenizer" in capsys.readouterr().err
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
+
+
 def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp_path, capsys):
     lines = talks(40)
     lines[6] = {"messages": [{"role": "user", "content": "?"}]}
@@ -319,7 +327,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         (LONG, {}, "all 3 conversations are without loss in the kept part of train.seq_len"),
         (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
-        (talks(1) * 2, {}, "has one conversation, and none to hold out"),
+        (talks(1) * 2, {}, "has one conversation: name others for validation"),
         (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
         (
             ['{"messages": [{"role": "user", "content": "a"}, {"role": "a", "role": "b"}]}'],

@@ -17,6 +17,7 @@ from training_runs import REPO
 import jaxllm
 from jaxllm.commands import COMMANDS, NEEDED, OLDEST, main
 from jaxllm.config import command_line
+from jaxllm.errors import InputError
 
 # The files that an old Python parses before it can report that it is too old.
 FIRST = ["train.py", "jaxllm/__init__.py", "jaxllm/__main__.py", "jaxllm/commands.py"]
@@ -167,6 +168,24 @@ def test_every_help_has_at_most_100_columns(words, capsys, monkeypatch):
     assert max(map(len, text.splitlines())) <= 100
     if words == ["train"]:
         assert any(len(line) > 80 for line in text.splitlines())  # uses a wide terminal
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [(word, "a number without _ or leading zeros") for word in ("1_0", "010")]
+    + [(word, "a whole number") for word in ("0x10", "１０", "1e1", "ten", "")]
+    + [("10", 10), ("+10", 10), (" 10", 10), ("-1", -1)],
+)
+def test_numbers_are_written_as_in_a_configuration(word, wanted):
+    """`--tokens 1_0` was taken as 10, and so were full-width digits."""
+    parser = command_line.Parser(prog="x")
+    parser.option("--tokens N", "")
+    words = ["--tokens=" + word]
+    if isinstance(wanted, int):
+        assert parser.parse_args(words).tokens == wanted
+    else:
+        with pytest.raises(InputError, match=f"^argument --tokens: N={word!r}: must be {wanted}"):
+            parser.parse_args(words)
 
 
 def test_the_help_of_train_groups_options_by_section(capsys):

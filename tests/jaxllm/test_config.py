@@ -58,7 +58,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"train.steps": "0"}, "train.steps=0: must be at least 1"),
         ({"train.steps": "1.5"}, "train.steps='1.5': must be a whole number"),
         ({"optimizer.learning_rate": "nan"}, "learning_rate=nan: must be a finite number"),
-        ({"optimizer.learning_rate": "-1"}, "learning_rate=-1.0: must be at least 0.00000000"),
+        ({"optimizer.learning_rate": "-1"}, "learning_rate=-1.0: must be at least 1e-30"),
         ({"model.kernels": "cuda"}, "model.kernels='cuda': must be 'auto', 'mosaic' or"),
         ({"model.n_kv_heads": "3"}, "n_heads=4 is not a multiple of n_kv_heads=3"),
         ({"model.n_heads": "3"}, "d_model=256 is not a multiple of n_heads=3"),
@@ -76,10 +76,10 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"optimizer.b1": "0.99999999"}, "optimizer.b1=0.99999999: must be at most 0.999999"),
         ({"optimizer.b2": "1"}, "optimizer.b2=1.0: must be at most 0.999999"),
         # float32 rounds it to 0, and 0 / 0 made every parameter without a gradient NaN.
-        ({"optimizer.eps": "1e-50"}, "optimizer.eps=1e-50: must be at least 0.000000000000"),
-        ({"model.softcap": "1e38"}, "model.softcap='1e38': must be at most 100000000000000000000"),
+        ({"optimizer.eps": "1e-50"}, "optimizer.eps=1e-50: must be at least 1e-30"),
+        ({"model.softcap": "1e38"}, "model.softcap='1e38': must be at most 1e+30"),
         # The op refused it with a traceback.
-        ({"model.rope_theta": "9e-10"}, "model.rope_theta=9e-10: must be at least 0.000000001"),
+        ({"model.rope_theta": "9e-10"}, "model.rope_theta=9e-10: must be at least 1e-09"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
         ({"sample.prompt": "a\ud800"}, "sample.prompt='a\\ud800': 'utf-8' codec can't encode"),
         ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
@@ -96,11 +96,11 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"model.n_layers": "1000000000"}, "model.n_layers=1000000000: must be at most 4096"),
         (
             {"optimizer.weight_decay": "1e300"},
-            "optimizer.weight_decay=1e+300: must be at most 1000",
+            "optimizer.weight_decay=1e+300: must be at most 1e+30",
         ),
-        ({"optimizer.clip_norm": "1e300"}, "optimizer.clip_norm=1e+300: must be at most 1000"),
-        ({"train.skip_spikes": "1e300"}, "train.skip_spikes=1e+300: must be at most 1000"),
-        ({"model.rope_scaling.factor": "1e39"}, "scaling.factor=1e+39: must be at most 1000"),
+        ({"optimizer.clip_norm": "1e300"}, "optimizer.clip_norm=1e+300: must be at most 1e+30"),
+        ({"train.skip_spikes": "1e300"}, "train.skip_spikes=1e+300: must be at most 1e+30"),
+        ({"model.rope_scaling.factor": "1e39"}, "scaling.factor=1e+39: must be at most 1e+30"),
         (
             {"model.rope_scaling.original_max_position_embeddings": str(2**31)},
             "original_max_position_embeddings=2147483648: must be less than 2147483648",

@@ -261,7 +261,7 @@ def test_foreign_shards_are_not_overwritten(data, capsys):
     assert contents(data / "out") == {"train_000000.bin": b"mine"}
     (data / "out2").mkdir()
     (data / "out2/tokenizer.json").write_bytes(b"mine")
-    assert "of other origin" in error_of(capsys, command(data, "out2"))
+    assert "is of another tokenizer" in error_of(capsys, command(data, "out2"))
     assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
 
 
@@ -272,6 +272,26 @@ def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
     assert f"out holds {what}; choose another --out" in error_of(capsys, command(data))
     assert [path.name for path in (data / "out").iterdir()] == [name]
     assert "--out: it is empty; name a" in error_of(capsys, [*command(data), "--out="])
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+)
+def test_files_of_another_tokenizer_are_not_taken_as_its_own(data, capsys, name):
+    """They stayed in the folder, and every command read them with its tokenizer.json."""
+    out = data / "out"
+    out.mkdir()
+    (out / name).write_text('{"eos_token": "hello"}')
+    assert main(command(data)) == 2
+    assert f"error: {out / name} is of another tokenizer" in capsys.readouterr().err
+    assert not (out / "tokenizer.json").exists()
+    (out / name).unlink()
+    assert main(command(data)) == 0
+    # Its own files may be there, as after an interruption.
+    (data / name).write_text("{}")
+    (data / "other").mkdir()
+    (data / "other" / name).write_text("{}")
+    assert main(command(data, "other")) == 0
 
 
 def test_one_process_at_a_time(data, capsys):

@@ -112,6 +112,56 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err.startswith(f"error: {named}")
 
 
+def test_a_context_of_spaces_alone_is_scored_after_the_prefix(tmp_path):
+    """The harness moves the spaces into the answer; it then had the log-likelihood 0."""
+    from lm_eval.api.instance import Instance
+
+    from jaxllm.infer.harness import RunLM
+
+    lm = RunLM(run_of("gpt2", tmp_path), batch_size=2)
+    pairs = [("  ", "the"), ("", "  the"), ("\n", "the"), ("", "\nthe")]
+    scores = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    assert scores[0] == scores[1]
+    assert scores[2] == scores[3]
+    assert max(score for score, _ in scores) < -1
+
+
+def test_a_name_may_be_a_pattern_and_a_bad_task_is_one_line(tmp_path, capsys):
+    """As with lm-eval, mmlu_* names all tasks that match."""
+    run = run_of("gpt2", tmp_path)
+    (tmp_path / "bad").mkdir()
+    task = "dataset_path: json\ndataset_kwargs: {data_files: {validation: tasks/toy_write.jsonl}}\n"
+    task += "validation_split: validation\noutput_type: generate_until\ndoc_to_target: ''\n"
+    changes = dict(
+        syntax="doc_to_text: '{{text'",
+        split="doc_to_text: ''\nvalidation_split: none",
+        metric="doc_to_text: ''\nmetric_list: [{metric: none}]",
+        limit="doc_to_text: ''\ngeneration_kwargs: {max_gen_toks: many}",
+    )
+    for name, change in changes.items():
+        path = tmp_path / "bad" / f"{name}.yaml"
+        path.write_text(f"task: {name}\n{task}metric_list: [{{metric: exact_match}}]\n{change}\n")
+    words = ["--checkpoint", str(run), "--include_path"]
+    for name, wanted in zip(
+        changes,
+        (
+            "--tasks syntax: TemplateSyntaxError: ",
+            "--tasks split: KeyError: ",
+            "--tasks metric: ",
+            "generation_kwargs: tokens='many': must be a whole number",
+        ),
+        strict=True,
+    ):
+        assert evaluate.main([*words, str(tmp_path / "bad"), "--tasks", name]) == 2
+        errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+        assert len(errors) == 1
+        assert errors[0].startswith(f"error: {wanted}")
+    assert evaluate.main([*words, "tasks", "--tasks", "toy_[cr]*"]) == 0
+    out = capsys.readouterr().out
+    assert "|toy_choice " in out
+    assert "|toy_rolling" in out
+
+
 def test_the_task_in_the_documentation_runs(tmp_path, capsys, monkeypatch):
     run = run_of("gpt2", tmp_path)
     page = (FIXTURES.parents[1] / "docs" / "inference.md").read_text(encoding="utf-8")
@@ -133,6 +183,7 @@ def test_unknown_generation_settings_are_refused():
     assert (config.tokens, config.temperature, config.top_k, stops) == (256, 0, 50, ["x"])
     given = {"max_gen_toks": None, "max_tokens": "7", "top_k": None, "until": None}
     assert _sampling(given)[0].tokens == 7
+    assert _sampling({"until": 5})[1] == _sampling({"until": ["", "5"]})[1] == ["5"]
     with pytest.raises(InputError, match=r"^generation_kwargs: top_p=2.0: must be at most 1$"):
         _sampling({"top_p": 2})
     assert _sampling({"max_new_tokens": 5, "temperature": 0.7})[0].temperature == 0.7

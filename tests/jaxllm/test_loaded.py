@@ -83,9 +83,9 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         (lambda: loaded.generate("b", max_tokens=1), "^max_tokens: there are only prompt, tokens,"),
         (lambda: loaded.generate(["a", "b"]), r"^\['a', 'b'\] is not one text in UTF-8$"),
         (lambda: loaded.score("a\ud800"), r"^'a\\ud800' is not one text in UTF-8$"),
-        (lambda: loaded.score(""), "has 0 tokens; a score needs 2"),
-        (lambda: loaded.score("b"), f"has 1 token; a score needs 2 to {most + 1}$"),
-        (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; a score"),
+        (lambda: loaded.score(""), "has 0 tokens; it needs 2"),
+        (lambda: loaded.score("b"), f"has 1 token; it needs 2 to {most + 1}$"),
+        (lambda: loaded.score("b" * (most + 2)), f"has {most + 2} tokens; it needs"),
     ):
         with pytest.raises(InputError, match=named):
             use()

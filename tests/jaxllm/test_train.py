@@ -297,6 +297,9 @@ class TestFinishedRun:
         message = error_of(capsys, *resumed, "--config", tmp_path / "changed.yaml")
         assert "to change it say --optimizer.learning_rate 0.0001 here, or start a new" in message
         assert f"--model.init_from {copy}, another --out_dir" in message
+        # Its weights would be refused, too.
+        message = error_of(capsys, *resumed, "--model.n_layers", "3")
+        assert message.endswith("keeps: start a new run")
         assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
         # Said, too, for a rate that was edited in config.yaml.
         assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in capsys.readouterr().out
@@ -319,7 +322,7 @@ class TestFinishedRun:
         stored["model"]["d_ff"] = 192
         (copy / "config.yaml").write_text(yaml.safe_dump(stored))
         message = error_of(capsys, "--resume", "--out_dir", copy, "--train.steps", "70")
-        assert "model.d_ff=192 differs from 128 of the run in" in message
+        assert "model.d_ff=192 differs from 128, which the run in" in message
 
     def test_other_data_is_refused(self, copy, tmp_path, capsys):
         (tmp_path / "other.txt").write_text("another cat and another rat " * 2000)

@@ -77,7 +77,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--processes", "9" * 20], "must be 1 to 64"),
         (
             ["--config", "llama3_small", "--data.cache_dir", "~nobody-here/x"],
-            "home directory for ~",
+            "~ or ~USER, which has no home directory",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_p
     (tmp_path / "checkpoints").mkdir()
     message = error_of(capsys, "--resume", "--out_dir", tmp_path, f"--{key}", value)
     assert f"{key}=" in message
-    assert "of the run in" in message
+    assert "which the run in" in message
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_edited_or_damaged_configuration_does_not_continue_a_run(tiny, capsys
     checkpoints.save(1, {"step": jax.numpy.int32(1)}, about, None)
     checkpoints.close()
     for name, value, message in (
-        ("model.norm_eps", "1e-4", "model.norm_eps=0.0001 differs from 1e-05 of the run in"),
+        ("model.norm_eps", "1e-4", "model.norm_eps=0.0001 differs from 1e-05, which the run in"),
         ("model.rope_scaling.factor", "4", "model.rope_scaling='a section' differs from None"),
         ("optimizer.learning_rate", "1e-2", "is of another model"),  # it goes on, to the arrays
     ):
@@ -187,6 +187,14 @@ def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_p
     words = ["--resume", "--out_dir", str(tmp_path)]
     assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
     assert command_line.read([*words, "--restart"]).resume
+    # Its folder was emptied, and the run's metrics would have been lost.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 201, "loss": 3.5}\n')
+    assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
+    for every in (201, 0):  # killed before the first
+        run.check_checkpoints(tmp_path, every)
+    (tmp_path / "checkpoints" / "200.orbax-checkpoint-tmp").mkdir()  # and while it was saved
+    run.check_checkpoints(tmp_path, 200)
 
 
 @pytest.mark.parametrize("key", ["out_dir", "data.cache_dir"])
@@ -279,7 +287,7 @@ def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     errors = done.stderr.splitlines()
     assert len(errors) == len(lines)
     for line, error in zip(lines, errors, strict=True):
-        wanted = "no home directory for ~: set HOME" if "~" in line else "/nothing"
+        wanted = "~ or ~USER, which has no home directory" if "~" in line else "/nothing"
         assert error.startswith("error: ")
         assert wanted in error
 
