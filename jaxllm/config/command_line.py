@@ -232,7 +232,7 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.option("--processes N", "train in N processes, each with one GPU")
     parser.option("--process I", "start only process I (from 0) of N here, with all GPUs it has")
-    parser.option("--coordinator HOST:PORT", "with --process: where process 0 is, and a free port")
+    parser.option("--coordinator HOST:PORT", "with --process: process 0's machine, and a free port")
     arguments, rest = parser.parse_known_args(argv)
     overrides = parser.overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)

@@ -9,7 +9,6 @@ by jaxllm convert.
 import argparse
 import json
 import logging
-import os
 from itertools import batched, islice
 from pathlib import Path
 
@@ -160,8 +159,11 @@ def evaluate(args: argparse.Namespace) -> str:
     tasks, own = args.tasks.split(","), args.include_path
     if own is not None and not own.is_dir():
         raise InputError(f"--include_path {own} is not a folder")
-    if args.out is not None and not os.access(args.out.parent, os.W_OK):  # now, not after hours
-        raise InputError(f"--out {args.out} cannot be written: No such file, or it is read-only")
+    if args.out is not None:  # found out now, not after hours
+        try:
+            args.out.open("a").close()
+        except OSError as e:
+            raise InputError(f"--out {args.out} cannot be written: {e.strerror}") from e
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _manager(own, tasks)
     model = RunLM(args.checkpoint, args.step, args.batch_size or 16)

@@ -297,10 +297,7 @@ def companions(source: Path) -> dict[str, bytes]:
 
 
 def write_text(found: dict[str, bytes], target: Path) -> None:
-    """Writes a tokenizer.json and `companions`; raises InputError if the folder has others.
-
-    They would be lost, or read with these.
-    """
+    """Writes a tokenizer.json and `companions`; raises InputError if it would replace others."""
     for path in (target / name for name in (TOKENIZER, *beside(target)) if name != IDS):
         if path.exists() and path.read_bytes() != found.get(str(path.relative_to(target))):
             raise InputError(f"{path} is of another tokenizer: delete it, or name another folder")

@@ -148,10 +148,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
 def _kept_by_forward(
     config: Config, working: nnx.State, frozen: nnx.State, batch
 ) -> tuple[int, int]:
-    """Bytes of (activations, logits) in the traced gradient of the loss on one device.
-
-    frozen: what the model takes besides the parameters, the base and dropout keys.
-    """
+    """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
     graph, _ = step_model(config)
 
     def backward(params, frozen, batch):

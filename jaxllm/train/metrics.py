@@ -267,7 +267,7 @@ class Wandb:
             self.run = wandb.init(**about, dir=out_dir, settings=settings)
         except Exception as e:  # such as: no key, no network, a full disk
             raise InputError(
-                f"train.tracker=wandb cannot start ({e}); set WANDB_MODE=offline, or use none"
+                f"train.tracker=wandb failed ({e}); set WANDB_MODE=offline, or train.tracker=none"
             ) from e
         offline = self.run.settings.mode == "offline"
         folder = Path(self.run.settings.sync_dir)

@@ -71,7 +71,8 @@ def predict(config: Config, text: str) -> str:
     """Lines of text on a step of `config` on GPUs like 64xH200; raises InputError."""
     found = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", text, re.ASCII)
     if found is None or found[2] not in GPUS:
-        raise InputError(f"--dry_run {text} is not COUNTxKIND with a KIND of {', '.join(GPUS)}")
+        kinds = ", ".join(GPUS)
+        raise InputError(f"--dry_run {text} is not COUNTxKIND with a KIND of {kinds}, like 64xH200")
     count, kind = int(found[1]), found[2]
     if getattr(config.model, "lora", None) is not None:
         raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")

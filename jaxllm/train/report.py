@@ -57,7 +57,7 @@ class LoadedRun:
             self.config = "" if begins else config.read_text(encoding="utf-8", errors="replace")
             self.rows = read_metrics(path)  # jaxllm convert writes none
         except OSError as e:
-            raise InputError(f"{folder} is not a run's directory: {e}") from e
+            raise InputError(f"{folder} is not a run's folder: {e.strerror}: {e.filename}") from e
         if not self.rows:
             raise InputError(f"{folder} holds no metrics yet; jaxllm train writes them")
         self.name, self.color = folder.resolve().name, color

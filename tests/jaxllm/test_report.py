@@ -171,7 +171,7 @@ def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "is not a run's directory"),
+        ({}, "is not a run's folder"),
         ({"metrics.jsonl": "", "config.yaml": ""}, "holds no metrics yet"),
         ({"config.yaml": ""}, "holds no metrics yet; jaxllm train writes them"),  # as convert's
         ({".lock": ""}, "holds no metrics yet; jaxllm train writes them"),  # it compiles
