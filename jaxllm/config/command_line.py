@@ -322,7 +322,7 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> Conf
     stored_path = str(args.out_dir / "config.yaml")
     if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
-    if (what := holds(args.out_dir)) != "a run":
+    if (what := holds(args.out_dir)) not in ("a run", "a model"):  # a run may have a config.json
         fix = f"start a run with --model.init_from {args.out_dir} and another --out_dir"
         raise InputError(f"out_dir {args.out_dir} holds {what}, not a run to resume; {fix}")
     stored, wanted = load(stored_path), load(args.config or stored_path, overrides)

@@ -90,9 +90,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def check_checkpoints(out_dir: Path, every: int) -> None:
     """Raises InputError if a run's checkpoints are gone; a kill before the first left a folder."""
-    folder, rows = out_dir / "checkpoints", read_metrics(out_dir / "metrics.jsonl")
-    due = 0 < every < max((row["step"] for row in rows), default=0)
-    if not folder.is_dir() or (due and not any(folder.iterdir())):
+    folder = out_dir / "checkpoints"
+    last = lambda: max((row["step"] for row in read_metrics(out_dir / "metrics.jsonl")), default=0)
+    if not folder.is_dir() or (not any(folder.iterdir()) and 0 < every < last()):
         fix = "copy its checkpoints/, or add --restart to begin again and replace its metrics"
         raise InputError(f"out_dir {out_dir} has no checkpoints to resume from; {fix}")
 

@@ -187,6 +187,8 @@ def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_p
     words = ["--resume", "--out_dir", str(tmp_path)]
     assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
     assert command_line.read([*words, "--restart"]).resume
+    (tmp_path / "config.json").write_text("{}")  # whoever put it there, it stays a run
+    assert command_line.read([*words, "--restart"]).resume
     # Its folder was emptied, and the run's metrics would have been lost.
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 201, "loss": 3.5}\n')
