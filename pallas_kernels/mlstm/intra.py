@@ -84,8 +84,8 @@ class ChunkPlan(NamedTuple):
         y = [[(Y, 0, t)] * turned for t in tiles]
         states = [[(STATES, t, p) if turned else (STATES, p, t) for p in parts] for t in tiles]
         order = [(B, 0, part) for part in parts]
-        if turned:  # Y X^T starts at the last tile
-            order += sum((y[t] + x[t] for t in reversed(tiles)), [])
+        if turned:
+            order += sum((y[t] + x[t] for t in tiles), [])
         if self.mode == "dq":
             return order + sum((states[t] + y[t] for t in tiles), []) + sum(x, [])
         return order + sum((states[t] + y[t] + x[t] for t in tiles), [])
@@ -176,7 +176,8 @@ def a_times(w: ChunkWorker, n, turned: bool):
 
 
 def y_times_x(w: ChunkWorker, n):
-    """Y X^T, from the last tile to the first."""
+    """Y X^T, summed in the order of the forward's A B^T: where one weight is a row's only one, l / N
+    must be exactly 1 again, or what is left of dP - dh . h may be far larger than the gradient."""
 
     def one(tile, acc):
         y = ampere.left(square(w, n + 2 * tile))

@@ -76,6 +76,24 @@ def test_the_kernels_start_from_an_empty_state():
     assert_close(actual, expected, 0.05)
 
 
+@pytest.mark.parametrize("form", ["xla", "mosaic"])
+def test_the_only_position_of_a_row_has_no_gradient_near_l_0(form):
+    """l summed in one order and q k^T in another left 1e4 times the rounding of float32."""
+    q, k, v, dh = (
+        normal(seed, (1, 1, 4, d), jnp.bfloat16) for seed, d in enumerate([192] * 2 + [64] * 2)
+    )
+    wide = lambda x: np.asarray(x, np.float64)
+    rest = np.sum((wide(q) * wide(k))[..., :-1], -1)
+    q, k = q.at[..., -1].set(1), k.at[..., -1].set((-rest).astype(k.dtype))
+    gate, l = jnp.full((1, 1, 4), 20.0), np.sum(wide(q) * wide(k), -1)
+    with kernels_run_here() if form == "mosaic" else contextlib.nullcontext():
+        _, pull = jax.vjp(lambda *qk: vlstm(*qk, v, gate, gate, implementation=form), q, k)
+        gradients = pull(dh)
+    condition = np.abs(np.sum(wide(dh) * wide(v), -1) / l)[..., None]
+    for gradient, other in zip(gradients, (k, q), strict=True):
+        assert (np.abs(wide(gradient)) <= 2**-19 * condition * np.abs(wide(other)).max()).all()
+
+
 def test_a_step_with_a_closed_gate_leaves_an_empty_state_empty():
     q, k, v, i, f = (x[:, 0] for x in inputs(1, 32))
     h, (c, n, m) = vlstm_step(q, k, v, jnp.full_like(i, -jnp.inf), f, a_state(32, *EMPTY))
