@@ -28,7 +28,8 @@ _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a
 ENDINGS = 4  # endings per question of HellaSwag
 # {option: what it applies to}
 VALID_WITH = {"batches": ("data",), "limit": ("--hellaswag", "--tasks")}
-VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
+_OF_TASKS = "shots", "include_path", "out", "apply_chat_template"
+VALID_WITH |= dict.fromkeys(_OF_TASKS, ("--tasks",))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,6 +53,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     parser.option("--limit N", "for HellaSwag and tasks: use only the first N questions")
     parser.option("--shots N", "for tasks: solved examples before each question")
     parser.option("--include_path DIR", "for tasks: a folder of your own, as YAML")
+    parser.option("--apply_chat_template", "for tasks: ask as in a chat", default=None)
     parser.option("--out FILE", "for tasks: write all results here, as JSON")
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):

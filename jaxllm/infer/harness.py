@@ -7,6 +7,7 @@ by jaxllm convert.
 """
 
 import argparse
+import functools
 import json
 import logging
 from itertools import batched, islice
@@ -18,7 +19,7 @@ from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_table
+from lm_eval.utils import get_rolling_token_windows, hash_string, make_table
 from tqdm import tqdm
 
 from jaxllm.config import SampleConfig, sampling
@@ -30,6 +31,7 @@ from jaxllm.infer.writer import Speed, Text
 from jaxllm.text.files import listed
 
 TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
+_OPEN = "\ufdd1"  # marks the end of a message; no text has it
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -74,6 +76,32 @@ class RunLM(TemplateLM):
             add_special_tokens = not begun
         encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
         return encode(string)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the name of a file in which the harness keeps what the chat template wrote."""
+        return hash_string(f"{self.tokenizer.digest}{self.tokenizer.chat_template()}")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that the harness notes in its results."""
+        return self.tokenizer.chat_template() if chat_template else None
+
+    def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without the prompt, its last message stays open."""
+        *before, last = chat_history
+        if not add_generation_prompt:
+            last = last | {"content": f"{last['content']}{_OPEN} "}
+        render = functools.partial(
+            self.tokenizer.rendered, answer=add_generation_prompt, whole=False
+        )
+        try:
+            text, _ = render([*before, last])
+        except InputError:  # as "hf": many templates refuse a system message
+            text, _ = render([m for m in (*before, last) if m["role"] != "system"])
+        if add_generation_prompt:
+            return text
+        text, _, after = text.rpartition(_OPEN)
+        return text if after.startswith(" ") else text.rstrip()  # the template strips messages
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         # A context of spaces alone is empty, too: the harness moves them into the answer.
@@ -174,6 +202,7 @@ def evaluate(args: argparse.Namespace) -> str:
             task_manager=manager,
             num_fewshot=args.shots,
             limit=args.limit,
+            apply_chat_template=bool(args.apply_chat_template),
             log_samples=False,
         )
     except InputError:

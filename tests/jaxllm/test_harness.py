@@ -71,6 +71,30 @@ def test_texts_are_encoded_as_by_the_hf_model():
     assert llama.tok_encode("the", add_special_tokens=False) == llama.tokenizer.encode("the")
 
 
+def test_chats_are_rendered_as_by_the_hf_model():
+    """Compared with lm_eval's HFLM of transformers 5.24, which computed these texts."""
+    from jaxllm.infer.harness import RunLM
+
+    lm, asked = object.__new__(RunLM), [{"role": "user", "content": "Who?"}]
+    lm.tokenizer = Tokenizer(FIXTURES / "text" / "qwen2")
+    system = [{"role": "system", "content": "Be brief."}]
+    begun = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+    begun += "<|im_start|>assistant\n"
+    assert lm.apply_chat_template(system + asked) == begun
+    answer = [{"role": "assistant", "content": "Who?"}]  # stays open
+    given = system + asked + answer
+    assert lm.apply_chat_template(given, add_generation_prompt=False) == f"{begun}Who?"
+    assert given[-1] == {"role": "assistant", "content": "Who?"}
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    refuses += "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+    name, lm.tokenizer.chat_templates["default"] = lm.tokenizer_name, refuses
+    answer[0]["content"] += " "
+    assert lm.apply_chat_template(system + asked + answer, False) == "[Who?][Who?"
+    assert lm.chat_template(True) == refuses
+    assert name.isalnum()
+    assert name != lm.tokenizer_name  # the harness keeps requests under this name
+
+
 def test_an_empty_context_to_continue_is_the_prefix(monkeypatch):
     """As an empty context to score; what followed no token was arbitrary."""
     from jaxllm.infer import harness
@@ -106,6 +130,10 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
         ("--tasks nothing --include_path tasks", "--tasks nothing is not a task"),
         ("--tasks toy_choice", "--tasks toy_choice is not a task"),
         ("--tasks toy_choice --include_path none", "--include_path none is not a folder"),
+        (
+            "--tasks toy_choice --include_path tasks --apply_chat_template",
+            f"{run} has no chat template: put a chat_template.jinja there",
+        ),
         ("--tasks nothing --out no/a.json", "--out no/a.json cannot be written: No such file"),
     ):
         assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
