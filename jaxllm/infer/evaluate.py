@@ -67,7 +67,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    check_exists(args.checkpoint, "--checkpoint ")
     return args
 
 
@@ -93,10 +93,11 @@ def validation(args: argparse.Namespace) -> str:
     import jax
     from flax import nnx
 
-    from jaxllm.infer.decode import load_model, open_run
+    from jaxllm.infer.decode import load_model
     from jaxllm.sharding import make_mesh
+    from jaxllm.weights.pretrained import open_weights
 
-    weights = open_run(args.checkpoint, args.step)
+    weights = open_weights(args.checkpoint, args.step)
     config = _configuration(weights.folder, args.overrides)
     if config.data.trains_tokenizer:
         raise InputError(
@@ -173,10 +174,11 @@ def hellaswag(args: argparse.Namespace) -> str:
     lines, where = read_lines(args.hellaswag, "--hellaswag"), f"--hellaswag {args.hellaswag}, line"
     questions = [_question(line, f"{where} {number}") for number, line in lines][: args.limit]
 
-    from jaxllm.infer.decode import open_run, open_tokenizer
+    from jaxllm.infer.decode import open_tokenizer
     from jaxllm.infer.scoring import Scorer
+    from jaxllm.weights.pretrained import open_weights
 
-    weights = open_run(args.checkpoint, args.step)
+    weights = open_weights(args.checkpoint, args.step)
     tokenizer = open_tokenizer(weights)
     rows = []  # (ids, tokens of the ending)
     for context, endings, _ in questions:

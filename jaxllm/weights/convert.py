@@ -82,12 +82,12 @@ def convert(args: argparse.Namespace, packing) -> None:
     from jaxllm.weights import adapters, pretrained
 
     source, out = args.source, args.out.absolute()  # what is printed works in every directory
-    step, dtype, merge = args.step, args.dtype, args.merge
+    dtype, merge = args.dtype, args.merge
     plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
     if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
-    weights = pretrained.open_weights(source, step)
+    weights = pretrained.open_weights(source, args.step)
     adapts, of_run = isinstance(weights, adapters.AdapterWeights), weights.run is not None
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
@@ -102,9 +102,8 @@ def convert(args: argparse.Namespace, packing) -> None:
         raise InputError("--dtype needs --merge: adapters are written in float32")
     if alone and not of_run:
         raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
-    for name, given, fits in (("step", step, of_run), ("dtype", dtype, adapts or of_run)):
-        if given is not None and not fits:
-            raise InputError(f"--{name} is for a run's directory; {source} is not one")
+    if dtype and not (adapts or of_run):
+        raise InputError(f"--dtype is for a run's directory; {source} is not one")
     with _new_folder(out) as folder:
         if packing is None and (merge or (of_run and not adapts)):
             result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))

@@ -123,24 +123,31 @@ Weights = HuggingFaceWeights | RunWeights | PackedWeights | AdapterWeights
 def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     """Opens the weights in a directory; raises InputError if they are inconsistent or damaged.
 
-    step: of a run's checkpoint (None: the newest); other weights ignore it.
+    step: of a run's checkpoint (None: the newest); other weights have one step.
     """
     directory = Path(directory).expanduser()
     if (directory / PAGE).is_file():
-        return PackedWeights(directory)
-    if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-        run = RunWeights(directory, step)
-        adapts = getattr(run.config, "lora", None) is not None
-        return adapters.of_run(run, open_weights) if adapts else run
-    if (directory / adapters.PAGE).is_file():
-        return adapters.of_peft(directory, open_weights)
-    if any((directory / name).is_file() for name in ("config.json", "params.json")):
-        return HuggingFaceWeights(directory)
-    check_exists(directory)
-    raise InputError(
-        f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
-        f" directory (config.yaml, checkpoints){_near(directory) or unread_in(directory)}"
-    )
+        weights = PackedWeights(directory)
+    elif (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+        weights = RunWeights(directory, step)
+        if getattr(weights.config, "lora", None) is not None:
+            weights = adapters.of_run(weights, open_weights)
+    elif (directory / adapters.PAGE).is_file():
+        weights = adapters.of_peft(directory, open_weights)
+    elif any((directory / name).is_file() for name in ("config.json", "params.json")):
+        weights = HuggingFaceWeights(directory)
+    else:
+        check_exists(directory)
+        raise InputError(
+            f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
+            f" directory (config.yaml, checkpoints){_near(directory) or unread_in(directory)}"
+        )
+    if step not in (None, weights.step):
+        raise InputError(
+            f"{directory} holds weights of step {weights.step}, not of step {step}: leave out the"
+            " step, or name the run's directory"
+        )
+    return weights
 
 
 def _near(directory: Path) -> str:
@@ -204,7 +211,7 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
-    """The parameters in float32, with the structure and the shardings of `abstract`.
+    """The parameters with the structure, the shardings and the dtypes of `abstract`.
 
     Packed weights keep the form and the dtypes in which they are stored.  At most AHEAD + 1 further
     tensors are in memory at a time.
@@ -216,7 +223,8 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
         arrays = weights.load(leaves)
     else:  # adapters are merged
         found = zip(leaves.items(), params_in_turn(weights, leaves), strict=True)
-        arrays = {name: put(x, leaf.sharding) for (name, leaf), x in found}
+        cast = lambda x, leaf: put(x.astype(leaf.dtype, copy=False), leaf.sharding)
+        arrays = {name: cast(x, leaf) for (name, leaf), x in found}
         if isinstance(weights, AdapterWeights):
             weights.verify()
     return map_params(abstract, lambda name, _: arrays[name])
