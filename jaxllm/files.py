@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,21 @@ def _remove_unused(path: Path, new: list[Path]) -> None:
             path.unlink()
             for folder in new:
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which becomes `folder` at the end; after an error it is removed.
+
+    Raises OSError if `folder` exists then, except as an empty folder.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:

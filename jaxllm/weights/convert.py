@@ -10,17 +10,14 @@ in bfloat16, like embedding and positions; norms, biases and a vLSTM's two gates
 """
 
 import argparse
-import contextlib
 import json
-import os
 import shlex
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.files import new_folder
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.text.files import companions, take_ids, write_text
@@ -104,28 +101,18 @@ def convert(args: argparse.Namespace, packing) -> None:
         raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
     if dtype and not (adapts or of_run):
         raise InputError(f"--dtype is for a run's directory; {source} is not one")
-    with _new_folder(out) as folder:
-        if packing is None and (merge or (of_run and not adapts)):
-            result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
-        else:
-            result = _to_ours(weights, folder, out, packing, merge)
-        if isinstance(weights, adapters.AdapterWeights) and merge:
-            weights.verify()
-    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `out`; renames it to `out` on success, else removes it."""
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)  # replaces an empty folder, and fails for anything else
+        with new_folder(out) as folder:
+            if packing is None and (merge or (of_run and not adapts)):
+                dtype = dtype or ("bfloat16" if merge else "float32")
+                result = _to_huggingface(weights, folder, dtype)
+            else:
+                result = _to_ours(weights, folder, out, packing, merge)
+            if isinstance(weights, adapters.AdapterWeights) and merge:
+                weights.verify()
     except (OSError, RunError) as error:
         raise RunError(f"cannot write {out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
 
 
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
