@@ -72,11 +72,12 @@ def ended_by_interrupt() -> Iterator[None]:
 
     def wait():
         while (number := os.read(reader, 1)) not in (b"", b"\0"):
-            if number[0] == signal.SIGINT:
-                with contextlib.suppress(OSError):
-                    show = b"\x1b[?25h" if os.isatty(2) else b""  # the cursor, which a bar hides
-                    os.write(2, show + b"interrupted\n")
-                os._exit(128 + signal.SIGINT)
+            if number[0] != signal.SIGINT:
+                continue
+            with contextlib.suppress(OSError):
+                show = b"\x1b[?25h" if os.isatty(2) else b""  # the cursor, which a bar hides
+                os.write(2, show + b"interrupted\n")
+            os._exit(128 + signal.SIGINT)
 
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

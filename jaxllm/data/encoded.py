@@ -42,20 +42,14 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
     with closing(ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)) as writer:
-        each = _rendered(source, tokenizer, loss, refused)
-        for batch in batched(each, lambda entry: len(entry[1][0])):
-            pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
-            for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
-                if not mask[1:].any():  # nothing predicts the first token
-                    refused["no token with loss"].append(record.document)
-                    continue
-                entries = 2 * ids + mask
-                writer.append(entries)
-                sha.update(entries)
-                lengths.append(len(ids))
-                ranks.append(hold_out_rank(text))
-                with_loss += int(mask.sum())
-                largest = max(largest, int(ids.max()))
+        for text, ids, mask in _encoded(source, tokenizer, loss, refused):
+            entries = 2 * ids + mask
+            writer.append(entries)
+            sha.update(entries)
+            lengths.append(len(ids))
+            ranks.append(hold_out_rank(text))
+            with_loss += int(mask.sum())
+            largest = max(largest, int(ids.max()))
     if not lengths:
         why = "it is empty" if not refused else describe_refused(refused)
         at = source.files[0][1].parent if source.files[1:] else source.files[0][1]
@@ -66,6 +60,20 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
     page["written"] = writer.sha256.hexdigest()
     write_json(folder / PREPARED[0], page)
+
+
+def _encoded(
+    source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields (text, ids, whether each has loss) of conversations; collects the refused ones."""
+    each = _rendered(source, tokenizer, loss, refused)
+    for batch in batched(each, lambda entry: len(entry[1][0])):
+        pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
+        for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
+            if mask[1:].any():  # nothing predicts the first token
+                yield text, ids, mask
+            else:
+                refused["no token with loss"].append(record.document)
 
 
 def _rendered(

@@ -169,10 +169,10 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
 def _groups(params: dict[str, nnx.Variable], packing: Packing) -> Iterator[int | None]:
     """The groups, largest first, in which every matrix can be packed."""
     for group in (128, 64, 32, None):
+        ways = {name: packing._replace(group=group).of(name, p.shape) for name, p in params.items()}
         with contextlib.suppress(ValueError):
-            for name, param in params.items():
-                if own := packing._replace(group=group).of(name, param.shape):
-                    _packed(own, param.shape)
+            for name in filter(ways.get, ways):
+                _packed(ways[name], params[name].shape)
             yield group
 
 
