@@ -1,6 +1,6 @@
 """Configuration: one YAML file describes one complete run; a flag can override every value."""
 
-from jaxllm.config.loading import CONFIG_DIR, load, plain_message, sampling
+from jaxllm.config.loading import CONFIG_DIR, first_error, load, sampling
 from jaxllm.config.model import (
     FORMATS,
     MODEL_CONFIGS,
