@@ -32,7 +32,7 @@ VALID_WITH |= dict.fromkeys(("shots", "include_path", "out"), ("--tasks",))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input."""
     return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size")
 
 

@@ -19,7 +19,7 @@ SETTINGS = ("temperature", "top_k", "top_p", "seed")  # as in the section `sampl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input."""
     return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
 
 

@@ -19,8 +19,6 @@ def handle_signals(handler: Callable) -> contextlib.ExitStack:
     SIGHUP stays ignored where it is, under nohup.
     """
     before = contextlib.ExitStack()
-    wakeup = signal.set_wakeup_fd(-1)  # terminal.ended_by_interrupt
-    before.callback(signal.set_wakeup_fd, wakeup, warn_on_full_buffer=False)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     for number in [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]:
         before.callback(signal.signal, number, signal.signal(number, handler))
@@ -81,7 +79,6 @@ class StopSignals(contextlib.ExitStack):
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
             self.close()
-            signal.set_wakeup_fd(-1)
             interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
             signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)

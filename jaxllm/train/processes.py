@@ -195,7 +195,6 @@ def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: in
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     # The process that watches turns all signals into one SIGTERM.
-    signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

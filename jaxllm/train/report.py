@@ -337,7 +337,7 @@ def write(folders: list[Path], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 2: bad input."""
     return exit_status(lambda: _run(argv))
 
 

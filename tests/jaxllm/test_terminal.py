@@ -65,7 +65,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.usefixtures("own_programs")
-def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
+def test_ctrl_c_at_any_early_moment_ends_the_process(tiny, tmp_path):
     """At moments of the imports, of the data's and of XLA's compilation."""
     words = command(tiny, tmp_path / "x", "--train.steps", "100000000")
     words = [sys.executable, "-c", FOREGROUND, *words]
@@ -77,8 +77,7 @@ def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
         time.sleep(0.4 * moment)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert errors.splitlines()[-1] == "interrupted"
+        assert process.returncode == -signal.SIGINT
         assert "Traceback" not in errors
 
 
