@@ -70,7 +70,6 @@ def run(name, words=None):
         command = importlib.import_module(COMMANDS[name][0]).main
         if name not in ("chat", "convert", "data"):  # those clean up, or go on
             return command(words)
-    terminal.repeat_swallowed_interrupts()
     return command(words)
 
 

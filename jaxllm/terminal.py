@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -72,19 +71,6 @@ def ended_by_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def repeat_swallowed_interrupts() -> None:
-    """Sends Ctrl-C once more if a callback, such as JAX's at garbage collection, swallowed it."""
-    before = sys.unraisablehook
-
-    def hook(unraisable):
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def is_interactive(console) -> bool:

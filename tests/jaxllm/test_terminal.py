@@ -81,25 +81,6 @@ def test_ctrl_c_at_any_early_moment_ends_the_process(tiny, tmp_path):
         assert "Traceback" not in errors
 
 
-def test_a_command_that_cleans_up_gets_an_interrupt_that_a_callback_swallowed():
-    code = """
-import gc, os, signal, time
-from jaxllm import terminal
-terminal.repeat_swallowed_interrupts()
-signal.signal(signal.SIGINT, signal.default_int_handler)
-once = [1]
-gc.callbacks.append(lambda *_: once and (once.pop(), signal.raise_signal(signal.SIGINT)))
-gc.collect()
-try:
-    time.sleep(20)
-except KeyboardInterrupt:
-    print("cleaned up")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=60)
-    assert done.stdout == b"cleaned up\n"
-    assert done.stderr == b""
-
-
 @pytest.mark.parametrize("number", STOPPING)
 def test_every_signal_stops_a_run_after_its_step(number):
     with StopSignals() as stop:
