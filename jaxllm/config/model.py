@@ -124,6 +124,11 @@ class _Model(Section):
         return None if self.kernels == "auto" else self.kernels
 
     @property
+    def adapters(self) -> Lora | None:
+        """The section `lora`, which only some models have; None: all weights are trained."""
+        return getattr(self, "lora", None)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the head: vocab_size rounded up to a multiple of 128."""
         return round_up(self.vocab_size, 128)
@@ -255,7 +260,7 @@ MODEL_CONFIGS: dict[str, type[_Model]] = {
 
 def evaluated(model: ModelConfig) -> ModelConfig:
     """The model without dropout, which only training has."""
-    if (lora := getattr(model, "lora", None)) is None:
+    if (lora := model.adapters) is None:
         return model
     return model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
 

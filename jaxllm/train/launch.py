@@ -62,7 +62,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
         return None
     if newest is None or checkpoints is None:
         weights = open_weights(config.model.init_from)
-    elif getattr(config.model, "lora", None) is None:
+    elif config.model.adapters is None:
         return None
     else:
         about, named = checkpoints.about(newest), config.model.init_from

@@ -109,7 +109,7 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
-    if config.model.init_from is not None and (getattr(config.model, "lora", None) or not resume):
+    if config.model.init_from is not None and (config.model.adapters or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
     for path in filter(None, (data.path, data.val_path)):
@@ -124,7 +124,7 @@ def dry_run(config: Config) -> int:
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
-    adapts = getattr(config.model, "lora", None) is not None
+    adapts = config.model.adapters is not None
     weights = launch.open_initial_weights(config, None, None) if adapts else None
     trainer = launch.make_trainer(config, mesh, weights)
     launch.print_header(trainer, None)

@@ -88,7 +88,7 @@ class Trainer:
         model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
-        self.lora = getattr(config.model, "lora", None)
+        self.lora = config.model.adapters
         self.packing = packing
         self.abstract_base = NONE
         if self.lora is not None:

@@ -92,7 +92,7 @@ class RunWeights:
         except ValueError as e:
             raise self._damaged(str(e)) from e
         self._checksums = page.get("checksums", {})
-        kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
+        kind = nnx.Param if self.config.adapters is None else nnx.LoRAParam
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
         wanted = {_stored(name): [list(p.shape), "float32"] for name, p in params.items()}
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
@@ -130,7 +130,7 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
         weights = PackedWeights(directory)
     elif (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         weights = RunWeights(directory, step)
-        if getattr(weights.config, "lora", None) is not None:
+        if weights.config.adapters is not None:
             weights = adapters.of_run(weights, open_weights)
     elif (directory / adapters.PAGE).is_file():
         weights = adapters.of_peft(directory, open_weights)
@@ -183,7 +183,7 @@ def check_weights(weights: Weights, config: Config) -> None:
 
 def _check_base(weights: Weights, model: ModelConfig) -> None:
     """Raises InputError if packed weights or adapters are not what the model makes of them."""
-    lora, where = getattr(model, "lora", None), f"model.init_from={weights.folder}"
+    lora, where = model.adapters, f"model.init_from={weights.folder}"
     if isinstance(weights, PackedWeights):
         held = f"{where} holds packed weights ({weights.packing})"
         if lora is None:
@@ -195,12 +195,11 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
             raise InputError(f"{held}; the head {cannot}: convert without --head")
         if (given := getattr(model, "quantize", None)) is not None:
             raise InputError(f"{held}; model.quantize={given} {cannot}: leave it out")
-    if isinstance(weights, AdapterWeights) and lora is not None:
+    if lora is not None and (known := weights.config.adapters) is not None:
         ours, theirs = (
             x.model_dump(include={"rank", "alpha", "rslora"})
             | {"targets": [n for n in adapters.targets(model) if x.adapts(n)]}
-            # pyrefly: ignore[missing-attribute]
-            for x in (lora, weights.config.lora)
+            for x in (lora, known)
         )
         for key in ours:
             if ours[key] != theirs[key]:
