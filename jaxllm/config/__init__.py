@@ -3,6 +3,7 @@
 from jaxllm.config.loading import CONFIG_DIR, first_error, load, sampling
 from jaxllm.config.model import (
     FORMATS,
+    IGNORE,
     MODEL_CONFIGS,
     GPT2Config,
     Llama3Config,

@@ -20,6 +20,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
 # Absolute, so that what a run stores is found from any folder.
 File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]
+IGNORE = -100  # label without loss
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
 # (format, bits) of pallas_kernels.quantize
 FORMATS: dict[str, tuple[Any, int]] = {f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)}

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import Config, MeshConfig, load, round_up
+from jaxllm.config import IGNORE, Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
-from jaxllm.data.loader import IGNORE, Tokens
+from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError, in_short
 from jaxllm.files import read_lines

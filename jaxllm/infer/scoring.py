@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.config import MeshConfig, round_up
+from jaxllm.config import IGNORE, MeshConfig, round_up
 from jaxllm.errors import InputError, RunError
 from jaxllm.infer.decode import WIDTHS, load_model, most_tokens
-from jaxllm.models.language_model import IGNORE, LanguageModel
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import progress_bar
 from jaxllm.weights.pretrained import Weights

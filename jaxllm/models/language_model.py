@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import IGNORE, ModelConfig
 from jaxllm.layers import Embedding, Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
@@ -25,7 +25,6 @@ from pallas_kernels.mosaic import plus
 from pallas_kernels.options import with_gradient
 
 STD = 0.02  # initial standard deviation of all weights
-IGNORE = -100  # label that the loss ignores
 
 
 class Stream(NamedTuple):

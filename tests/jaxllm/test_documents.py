@@ -14,14 +14,13 @@ from evaluation_run import EXPECTED, run_of
 from flax import nnx
 from tiny_models import tiny
 
-from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxllm.config import IGNORE, Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model
 from jaxllm.models import MODELS
-from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.step import Trainer
