@@ -5,6 +5,7 @@ from jaxllm.config.model import (
     FORMATS,
     IGNORE,
     MODEL_CONFIGS,
+    TARGETS,
     GPT2Config,
     Llama3Config,
     Lora,

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import save
 
-from jaxllm.config import Config, ModelConfig, evaluated
+from jaxllm.config import TARGETS, Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
@@ -211,11 +211,6 @@ def _places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
                 yield f"base_model.model.{module}.{theirs}.weight", path, module.split(".")[-1]
 
 
-def targets(config: ModelConfig) -> list[str]:
-    """The names of all matrices that may have an adapter."""
-    return list(dict.fromkeys(target for _, _, target in _places(config)))
-
-
 def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
@@ -249,7 +244,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         verb = "lacks" if different[0] in wanted else "holds"
         raise InputError(
             f"{folder / ARRAYS} is of another model than {path}, or not only adapters of"
-            f" {', '.join(targets(base.config))}: it {verb} {different[0]}"
+            f" {', '.join(TARGETS)}: it {verb} {different[0]}"
         )
     theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
     given = dict(lora_dropout=0.0, use_rslora=False) | page
@@ -294,7 +289,7 @@ def write_peft(weights: AdapterWeights, folder: Path) -> None:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=[name for name in targets(weights.config) if lora.adapts(name)],
+        target_modules=[name for name in TARGETS if lora.adapts(name)],
         use_rslora=lora.rslora,
         fan_in_fan_out=False,
     )

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxllm import config as configs
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import TARGETS, Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
@@ -198,7 +198,7 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
     if lora is not None and (known := weights.config.adapters) is not None:
         ours, theirs = (
             x.model_dump(include={"rank", "alpha", "rslora"})
-            | {"targets": [n for n in adapters.targets(model) if x.adapts(n)]}
+            | {"targets": [n for n in TARGETS if x.adapts(n)]}
             for x in (lora, known)
         )
         for key in ours:
