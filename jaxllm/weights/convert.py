@@ -172,15 +172,11 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:
     """Copies what a folder says about text; None, said on the screen, if no tokenizer is read."""
-    run = weights.run
-    given = run and run.data.tokenizer
-    path = folder = weights.text
-    if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
-        path = Path(given)
+    folder, run = weights.text, weights.run
     try:
-        if path == folder and not present(path):
-            raise InputError(f"{path} has no tokenizer.json; copy it there by hand")
-        tokenizer = Tokenizer(path, end_token=run and run.data.end_token)
+        if not present(folder):
+            raise InputError(f"{folder} has no tokenizer.json; copy it there by hand")
+        tokenizer = Tokenizer(folder, end_token=run and run.data.end_token)
     except InputError as error:
         if (folder / "tokenizer.json").exists():
             raise
