@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.data.cache import build_once, cache_folder, digest
-from jaxllm.data.chat import COLUMNS, KEYS, Refused, has_marks, render, text_key
+from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
 from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
@@ -81,7 +81,7 @@ def _rendered(
 ) -> Iterator[tuple[Record, tuple[str, list]]]:
     """Yields records with what `render` makes of them; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
-        for record in source.records(COLUMNS, KEYS):
+        for record in source.records(COLUMNS):
             try:
                 yield record, render(tokenizer, record.values, loss)
             except Refused as error:
