@@ -233,14 +233,9 @@ def kernel_summary() -> str:
     """How the traced ops run: `dispatch.explain()`, or a line if all run on XLA for one reason."""
     decisions = dispatch.decisions()
     reasons = {decision.why for decision in decisions}
-    if len(reasons) != 1 or any(decision.runs != "xla" for decision in decisions):
-        return dispatch.explain().replace("\n", "\n         ")
-    (why,) = reasons
-    if why == "asked for":
-        return "all ops run on XLA, as model.kernels=xla requires"
-    if "platform" in why:
-        why += " (in a checkout pytest tests/pallas_kernels interprets the kernels)"
-    return f"all ops run on XLA: {why}"
+    if len(reasons) == 1 and all(decision.runs == "xla" for decision in decisions):
+        return f"all ops run on XLA: {reasons.pop()}"
+    return dispatch.explain().replace("\n", "\n         ")
 
 
 def open_log(

@@ -20,7 +20,7 @@ from pallas_kernels import dispatch
 def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
     decide = lambda op, runs, why: dispatch.Decision(op, runs, "unsupported", why)
     for decisions, ending in (
-        ([decide("a", "xla", "asked for")], "as model.kernels=xla requires"),
+        ([decide("a", "xla", "asked for")], "all ops run on XLA: asked for"),
         ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
         ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
         ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
