@@ -145,9 +145,6 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
             f" rate ends at {steps / warmup:.3g} of its peak"
         )
-    if 0 < (clip := config.optimizer.clip_norm) < (eps := config.optimizer.eps):
-        most = f"AdamW's updates are at most {clip / eps:.3g} of the learning rate"
-        print(f"rate     optimizer.clip_norm={clip} is below optimizer.eps={eps}: {most}")
     print(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")

@@ -226,8 +226,9 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         raise InputError(f"{keys.path}: base_model_name_or_path={path!r} is not a folder's name")
     file = open_safetensors(folder / ARRAYS)
     stored, about = set(file.keys()), file.metadata() or {}
-    checksum, step = about.get("base_checksum"), about.get("base_step")
-    base = _open_base(folder, path, int(step) if step else None, open_weights)
+    checksum = about.get("base_checksum")
+    step = int(about["base_step"]) if "base_step" in about else None
+    base = _open_base(folder, path, step, open_weights)
     if base.config.type != "llama3":
         raise InputError(f"{folder}: adapters of a {base.config.type} are not read, only Llama's")
     known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
@@ -265,7 +266,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
             raise InputError(f"{folder / ARRAYS}: {theirs} is {x.dtype}, not floating point")
         arrays[ours] = np.array(x, np.float32, order="C")
         check_finite(arrays[ours], theirs)
-    expected = Base(path, int(step) if step else None, checksum) if checksum else None
+    expected = Base(path, step, checksum) if checksum else None
     return AdapterWeights(folder, config, base, arrays, expected)
 
 
