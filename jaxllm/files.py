@@ -152,7 +152,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """Writes a value as JSON atomically, and creates the folder for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value).encode())
+    write_whole(path, json.dumps(value, indent=indent).encode())

@@ -8,7 +8,6 @@ folder of peft (https://github.com/huggingface/peft) has the same in two files:
     adapter_config.json         rank, alpha, targets, and the base as base_model_name_or_path
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.numpy import save
 
 from jaxllm.config import TARGETS, Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
-from jaxllm.files import read_json
+from jaxllm.files import read_json, write_json
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.text.files import ADAPTERS, find_base
@@ -294,4 +293,4 @@ def write_peft(weights: AdapterWeights, folder: Path) -> None:
         use_rslora=lora.rslora,
         fan_in_fan_out=False,
     )
-    (folder / PAGE).write_text(json.dumps(page, indent=2), encoding="utf-8")
+    write_json(folder / PAGE, page, indent=2)

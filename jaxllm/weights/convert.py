@@ -10,14 +10,13 @@ in bfloat16, like embedding and positions; norms, biases and a vLSTM's two gates
 """
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
-from jaxllm.files import new_folder
+from jaxllm.files import new_folder, write_json
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.text.files import companions, take_ids, write_text
@@ -161,7 +160,7 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     page = huggingface_config.config_json(config, dtype)
     tokenizer = _copy_text(weights, folder)
     page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
-    (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
+    write_json(folder / "config.json", page, indent=2)
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
         for place in places.places(config)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError
-from jaxllm.files import read_json
+from jaxllm.files import read_json, write_json
 from jaxllm.weights import meta
 from jaxllm.weights.huggingface_config import KINDS, model_config
 from jaxllm.weights.places import places, tied
@@ -288,7 +288,7 @@ def write_tensors(
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}
         page = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(page, indent=2), encoding="utf-8")
+        write_json(folder / INDEX, page, indent=2)
 
 
 def write_safetensors(
