@@ -87,8 +87,10 @@ def _run(args: argparse.Namespace) -> None:
 
 def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
+    config = None
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, args.overrides).data, training=False)
+        config = _configuration(args.checkpoint, args.overrides)
+        check_paths(config.data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -98,7 +100,11 @@ def validation(args: argparse.Namespace) -> str:
     from jaxllm.weights.pretrained import open_weights
 
     weights = open_weights(args.checkpoint, args.step)
-    config = _configuration(weights.folder, args.overrides)
+    if config is None:
+        raise InputError(
+            f"{weights.folder} has no config.yaml, which names the data: use --hellaswag or"
+            " --tasks, or copy there the config.yaml of the run that made it"
+        )
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
@@ -151,11 +157,6 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
         paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
         path = "null" if overrides.get("data.source") == "stdlib" or not paths else paths[0]
         overrides = {"data.path": path, "data.val_path": path} | overrides
-    if not (folder / "config.yaml").exists():
-        raise InputError(
-            f"{folder} has no config.yaml, which names the data: use --hellaswag or --tasks, or"
-            " copy there the config.yaml of the run that made it"
-        )
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
     overrides = overrides | ({"data.tokenizer": str(own)} if own.exists() else {})
