@@ -8,9 +8,7 @@ import difflib
 import errno
 import importlib
 import importlib.util
-import mmap
 import os
-import re
 import sys
 
 from jaxllm import __version__
@@ -69,13 +67,9 @@ def run(name, words=None):
 
     terminal.protect_streams(lossy=name == "train")
     with terminal.ended_by_interrupt():
-        flag = _unknown_flag()
-        if flag:
-            return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
         command = importlib.import_module(COMMANDS[name][0]).main
         if name not in ("chat", "convert", "data"):  # those clean up, or go on
             return command(words)
-    terminal.repeat_swallowed_interrupts()
     return command(words)
 
 
@@ -100,16 +94,6 @@ def _lack():
         f"{sys.executable} lacks {', '.join(missing[:3])}{more}; install them:"
         f" {sys.executable} -m pip install {what}"
     )
-
-
-def _unknown_flag():
-    """The first flag in XLA_FLAGS that is not among jaxlib's, at which XLA would abort, or None."""
-    flags = re.findall(r"(?:^|\s)--(xla\w*)", os.environ.get("XLA_FLAGS", ""))
-    library = os.path.join(importlib.import_module("jaxlib").__path__[0], "libjax_common.so")
-    if not flags or not os.path.exists(library):
-        return None
-    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as names:
-        return next((flag for flag in flags if names.find(flag.encode() + b"\0") < 0), None)
 
 
 def _print(text):

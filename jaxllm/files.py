@@ -6,8 +6,9 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,51 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def own(folder: Path) -> Iterator[None]:
-    """Creates a folder, if need be, and lets one process at a time write there.
+def own(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Creates a folder, if need be, and locks it against other processes that write there.
 
-    Raises InputError if another process writes there, or if the folder cannot be written.
+    Yields whether the folder is still there: another process may have replaced a deleted one.
+    At the end, removes the folder if it was created here and is empty: the work was refused.
+    Raises InputError if another process holds the lock, or if the folder is not writable.
     """
+    path, new = folder / ".lock", [x for x in (folder, *folder.parents) if not x.exists()]
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(path, wait=False))
+            if not path.exists():  # its holder has just removed it
+                raise BlockingIOError
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is writing to {folder}; wait for it, or name another"
+            ) from error
+        except OSError as error:
+            raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+        stack.callback(_remove_unused, path, new)
+        inode = path.stat().st_ino
+        yield lambda: path.exists() and path.stat().st_ino == inode
+
+
+def _remove_unused(path: Path, new: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # it is gone, or another process is in a folder above
+        if new and os.listdir(path.parent) == [path.name]:
+            path.unlink()
+            for folder in new:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which becomes `folder` at the end; after an error it is removed.
+
+    Raises OSError if `folder` exists then, except as an empty folder.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
     try:
-        with lock(folder / ".lock", wait=False):
-            yield
-    except BlockingIOError as error:
-        raise InputError(f"another process is writing to {folder}") from error
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error}") from error
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
@@ -118,7 +152,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """Writes a value as JSON atomically, and creates the folder for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value).encode())
+    write_whole(path, json.dumps(value, indent=indent).encode())

@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -59,51 +58,19 @@ def protect_streams(lossy: bool) -> None:
 
 @contextlib.contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once in one line, with status 130.
+    """Inside, Ctrl-C ends the process at once, as it ends a program that does not handle it.
 
-    A thread does it: KeyboardInterrupt would wait for XLA's compiler, end imports in a page of
-    traceback, or be swallowed by a callback of JAX.  `signal.set_wakeup_fd(-1)` suspends it.
+    KeyboardInterrupt would wait for XLA's compiler, end imports in a page of traceback, or be
+    swallowed by a callback of JAX.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or a test's
         yield
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def wait():
-        while (number := os.read(reader, 1)) not in (b"", b"\0"):
-            if number[0] == signal.SIGINT:
-                with contextlib.suppress(OSError):
-                    show = b"\x1b[?25h" if os.isatty(2) else b""  # the cursor, which a bar hides
-                    os.write(2, show + b"interrupted\n")
-                os._exit(128 + signal.SIGINT)
-
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(writer, b"\0")
-        thread.join()
-        os.close(reader)
-        os.close(writer)
-
-
-def repeat_swallowed_interrupts() -> None:
-    """Sends Ctrl-C once more if a callback, such as JAX's at garbage collection, swallowed it."""
-    before = sys.unraisablehook
-
-    def hook(unraisable):
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def is_interactive(console) -> bool:
@@ -127,6 +94,7 @@ def progress_bar(what: str, total: int, size: bool = True) -> Iterator[Callable[
         columns += sizes if size else [progress.MofNCompleteColumn()]
         columns += [progress.TimeRemainingColumn()]
         with progress.Progress(*columns, console=console, transient=True) as bar:
+            console.show_cursor()  # rich hides it, and Ctrl-C would leave it hidden
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
         return

@@ -12,6 +12,7 @@ from house_walks import walks
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 80
+MOST_DEPTH = 3
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
 
 
@@ -34,15 +35,15 @@ def functions(source: str) -> list[tuple[str, int, int]]:
     return [(f.name, f.end_lineno - f.lineno + 1, depth(f)) for f in found]
 
 
-@pytest.mark.parametrize(("package", "most_depth"), [("pallas_kernels", 3), ("jaxllm", 4)])
-def test_functions_are_short_and_flat(package, most_depth):
+@pytest.mark.parametrize("package", ["pallas_kernels", "jaxllm"])
+def test_functions_are_short_and_flat(package):
     paths = sorted((ROOT / package).rglob("*.py"))
     assert len(paths) > 40
     for path in paths:
         for name, lines, deep in functions(path.read_text()):
             where = f"{path.relative_to(ROOT)}: {name}"
             assert lines <= MOST_LINES, f"{where} has {lines} lines, more than {MOST_LINES}"
-            assert deep <= most_depth, f"{where} nests {deep} deep, more than {most_depth}"
+            assert deep <= MOST_DEPTH, f"{where} nests {deep} deep, more than {MOST_DEPTH}"
 
 
 def test_lines_and_depth_are_counted():
@@ -101,7 +102,7 @@ def test_imports_run_in_one_direction():
 MOST = {
     "lines of pallas_kernels without bench, explain and torch": 11_500,
     "lines of pallas_kernels/torch": 1_303,
-    "lines of jaxllm": 13_800,
+    "lines of jaxllm": 13_700,
     "public names of pallas_kernels": 20,
     "class names that pallas_kernels has twice": 0,
     "files to follow rms_norm": 3,

@@ -1,9 +1,11 @@
 """Configuration: one YAML file describes one complete run; a flag can override every value."""
 
-from jaxllm.config.loading import CONFIG_DIR, load, plain_message, sampling
+from jaxllm.config.loading import CONFIG_DIR, first_error, load, sampling
 from jaxllm.config.model import (
     FORMATS,
+    IGNORE,
     MODEL_CONFIGS,
+    TARGETS,
     GPT2Config,
     Llama3Config,
     Lora,

@@ -306,13 +306,10 @@ def check_writable(folder: Path, name: str = "", *, checkpoints: bool = False) -
         raise InputError(f"{refuse}: {existing} {why}; name another")
 
 
-def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face folder") -> None:
-    """Raises InputError if a folder of weights is missing, before JAX is imported, which is slow.
-
-    other: what the option `name` takes besides a run's directory.
-    """
+def check_exists(folder: Path, name: str = "") -> None:
+    """Raises InputError if a folder of weights is missing, before the slow import of JAX."""
     if not os.path.exists(folder.expanduser()):
-        what = f"a run's directory or {other}{on_hub(folder)}"
+        what = f"a run's directory, packed weights or a Hugging Face folder{on_hub(folder)}"
         raise InputError(f"{name}{folder} does not exist: name {what}")
 
 

@@ -57,7 +57,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as e:
-        raise InputError(_one_line(e, path)) from e
+        raise InputError(first_error(e, path)) from e
 
 
 def keys(model_type: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def sampling(mark: str = "", **options: Any) -> Sampling:
     try:
         return Sampling(**{name: plain(x) for name, x in options.items()})
     except ValidationError as e:
-        raise InputError(mark + _one_line(e, Path())) from e
+        raise InputError(mark + first_error(e, Path())) from e
 
 
 def _find(name_or_path: str) -> Path:
@@ -137,19 +137,19 @@ def parse(key: str, text: str, annotation: Any) -> Any:
     try:
         value = TypeAdapter(annotation).validate_strings(text)
     except ValidationError as e:
-        raise InputError(f"{key}={text!r}: {plain_message(e.errors()[0]['msg'])}") from e
+        raise InputError(f"{key}={text!r}: {_plain(e.errors()[0]['msg'])}") from e
     # pydantic reads 1_0 as 10 and 010 as 10, which YAML 1.1 reads as 8.
     if type(value) in (int, float) and re.search(r"_|^\s*[-+]?0\d", text):
         raise InputError(f"{key}={text!r}: must be a number without _ or leading zeros")
     return value
 
 
-def _one_line(e: ValidationError, path: Path) -> str:
+def first_error(e: ValidationError, path: Path) -> str:
+    """pydantic's first error in one line; path: the file that may lack a key."""
     error = e.errors()[0]
-    at = [str(p) for p in error["loc"]]
-    if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
-        del at[1]  # the member of the union that pydantic chose
-    key, message = ".".join(at), plain_message(error["msg"])
+    # The union of the models adds the type that pydantic chose.
+    key = ".".join(str(part) for part in error["loc"] if part not in MODEL_CONFIGS)
+    message = _plain(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing in {path}"
     if error["type"] == "value_error":  # our own checks already name the value
@@ -171,7 +171,7 @@ _WORDS = (  # pydantic's wording, which addresses programmers, and ours
 )
 
 
-def plain_message(message: str) -> str:
+def _plain(message: str) -> str:
     """Translates pydantic's message into our wording."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     for theirs, ours in _WORDS:

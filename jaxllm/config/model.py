@@ -20,6 +20,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
 # Absolute, so that what a run stores is found from any folder.
 File = Annotated[Name, AfterValidator(lambda path: os.path.abspath(Path(path).expanduser()))]
+IGNORE = -100  # label without loss
+# The matrices of a Llama's block, by Hugging Face's names.
+TARGETS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
 # (format, bits) of pallas_kernels.quantize
 FORMATS: dict[str, tuple[Any, int]] = {f"int{bits}": ("int", bits) for bits in (8, 4, 2, 1)}
@@ -82,6 +85,13 @@ class Lora(Section):
     def _join(cls, value):
         return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
+    def model_post_init(self, _) -> None:
+        if unknown := [name for name in self.names if name not in ("all", *TARGETS)]:
+            raise ValueError(
+                f"targets={self.targets!r} names {unknown[0]!r}, which does not exist;"
+                f" there are {', '.join(TARGETS)}, or all"
+            )
+
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
@@ -122,6 +132,11 @@ class _Model(Section):
     def implementation(self) -> Literal["mosaic", "xla"] | None:
         """`kernels` as the ops' `implementation` argument."""
         return None if self.kernels == "auto" else self.kernels
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The section `lora`, which only some models have; None: all weights are trained."""
+        return getattr(self, "lora", None)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -195,25 +210,8 @@ class Llama3Config(AttentionConfig):
         divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
         if self.head_dim % 2:
             raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs")
-        if self.lora is not None:
-            self._check_lora(self.lora)
-        elif self.quantize is not None:
+        if self.quantize is not None and self.lora is None:
             raise ValueError(f"quantize={self.quantize} needs model.lora to train packed weights")
-
-    def _check_lora(self, lora: Lora) -> None:
-        C, F = self.d_model, self.d_ff
-        Q, K = (n * self.head_dim for n in (self.n_heads, self.n_kv_heads))
-        widths = dict(q_proj=(C, Q), k_proj=(C, K), v_proj=(C, K), o_proj=(Q, C))
-        widths |= dict(gate_proj=(C, F), up_proj=(C, F), down_proj=(F, C))
-        for name in lora.names:
-            if name not in ("all", *widths):
-                raise ValueError(
-                    f"lora.targets={lora.targets!r} names {name!r}, which does not exist;"
-                    f" there are {', '.join(widths)}, or all"
-                )
-        for name, (inside, outside) in widths.items():
-            if lora.adapts(name) and lora.rank > (width := min(inside, outside)):
-                raise ValueError(f"lora.rank={lora.rank} exceeds {width}, {name}'s smaller width")
 
 
 class VLSTMConfig(_Model):
@@ -255,7 +253,7 @@ MODEL_CONFIGS: dict[str, type[_Model]] = {
 
 def evaluated(model: ModelConfig) -> ModelConfig:
     """The model without dropout, which only training has."""
-    if (lora := getattr(model, "lora", None)) is None:
+    if (lora := model.adapters) is None:
         return model
     return model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
 

@@ -260,7 +260,7 @@ class Config(Section):
                 f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} is"
                 f" {tokens} tokens per step; the limit is {2**31 - 1}"
             )
-        if (lora := getattr(self.model, "lora", None)) and self.model.init_from is None:
+        if (lora := self.model.adapters) and self.model.init_from is None:
             raise ValueError("model.lora needs model.init_from, the weights that it adapts")
         if lora and self.train.fp8 != "none":
             raise ValueError(

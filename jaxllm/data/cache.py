@@ -9,14 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxllm.data.paths import open_bytes
 from jaxllm.errors import InputError
-from jaxllm.files import lock, write_json
+from jaxllm.files import lock, new_folder, write_json
 
 _COMPILED = 4 << 30  # bytes of compiled programs, which have a few MB each
 
@@ -82,22 +81,16 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         with lock(folder.with_name(folder.name + ".lock")) as locked:
             if folder.is_dir():
                 return folder
-            if locked:  # so the processes that left these are dead
-                for stale in folder.parent.glob(folder.name + ".tmp-*"):
-                    shutil.rmtree(stale, ignore_errors=True)
-            temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
-            try:
-                temporary.mkdir()
+            # Whoever holds the lock knows that the processes that left these are dead.
+            for stale in folder.parent.glob(folder.name + ".tmp-*") if locked else ():
+                shutil.rmtree(stale, ignore_errors=True)
+            with new_folder(folder) as temporary:
                 build(temporary)
-                os.rename(temporary, folder)
-            except BaseException as error:
-                shutil.rmtree(temporary, ignore_errors=True)
-                if not (isinstance(error, OSError) and folder.is_dir()):
-                    raise  # otherwise another process finished first, without locks: use its result
     except OSError as error:
-        raise InputError(
-            f"cannot write the data cache in {folder.parent}: {error}; set data.cache_dir"
-        ) from error
+        if not folder.is_dir():  # otherwise another process finished first, without locks
+            raise InputError(
+                f"cannot write the data cache in {folder.parent}: {error}; set data.cache_dir"
+            ) from error
     return folder
 
 

@@ -14,7 +14,6 @@ COLUMNS = frozenset(
     "messages conversations prompt completion instruction input output system system_prompt tools"
     " functions history label chat_template_kwargs".split()
 )
-KEYS = "role", "content", "from", "value", "tool_calls"  # of a message
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
     name: name for name in ("assistant", "system", "tool")
 }

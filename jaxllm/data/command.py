@@ -1,6 +1,8 @@
 """jaxllm data: `prepare` turns text into tokens, `train-tokenizer` trains a BPE."""
 
+import contextlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status, holds
@@ -79,9 +81,12 @@ def _prepare(args: Namespace) -> None:
     source = _open(args, validates=True)
     tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
     if args.source == "chat":
-        print(*prepare_chat(source, tokenizer, args.loss, args.out), sep="\n")
+        with _writing(args.out):
+            lines = prepare_chat(source, tokenizer, args.loss, args.out)
+        print(*lines, sep="\n")
         return
-    tokens = prepare(source, tokenizer, args)
+    with _writing(args.out):
+        tokens = prepare(source, tokenizer, args)
     print(f"{args.out}: {tokens['train']:,} training, {counted(tokens['val'], 'validation token')}")
     read = _READ[args.special_tokens]
     print(f"{counted(tokens['names'], 'name')} of special tokens in the text, {read}")
@@ -99,12 +104,18 @@ def _train_tokenizer(args: Namespace) -> None:
         raise InputError(f"--vocab_size={args.vocab_size} is not from {least} to {LARGEST_BPE}")
     if next(source.pieces(), None) is None:
         raise InputError("the data is empty: no document in it has any text")
-    try:
+    with _writing(args.out):
         args.out.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer((x.text for x in source.pieces()), args.vocab_size, args.out)
-    except OSError as error:
-        raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # such as a full disk
+        raise InputError(f"cannot write to {out}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -99,23 +99,10 @@ def cached_tokenizer(
 ) -> Path:
     """The tokenizer.json of a BPE, trained once, without the held-out fraction of documents."""
 
-    def texts() -> Iterator[str]:
-        characters = 0
-        names = (piece.document for piece in source.pieces())
-        all_held_out = all(hold_out_rank(name) < held_out for name in names)  # stops at the first
-        size = min(source.size, _TOKENIZER_TEXT)
-        with progress_bar(f"training a tokenizer of {vocab_size} entries (once)", size) as done:
-            for piece in source.pieces():
-                if all_held_out or hold_out_rank(piece.document) >= held_out:
-                    characters += len(piece.text)
-                    yield piece.text
-                done(piece.done)
-                if characters >= _TOKENIZER_TEXT:
-                    return
-
     def build(folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        train_tokenizer(texts(), vocab_size, path)
+        path, what = folder / "tokenizer.json", f"training a tokenizer of {vocab_size} entries"
+        with progress_bar(f"{what} (once)", min(source.size, _TOKENIZER_TEXT)) as done:
+            train_tokenizer(_tokenizer_texts(source, held_out, done), vocab_size, path)
         write_json(folder / "written.json", {"sha256": file_digest(cache, path)})
 
     key = digest("bpe", VERSION, content, held_out, vocab_size)[:16]
@@ -125,6 +112,20 @@ def cached_tokenizer(
         if read_json(written).get("sha256") != file_digest(cache, path):
             raise InputError(f"{path} is damaged: it has changed; delete {folder}")
     return path
+
+
+def _tokenizer_texts(source: Source, held_out: float, done: Callable[[int], None]) -> Iterator[str]:
+    """The first texts of a source without the held-out ones, unless all are held out."""
+    characters = 0
+    names = (piece.document for piece in source.pieces())
+    all_held_out = all(hold_out_rank(name) < held_out for name in names)  # stops at the first
+    for piece in source.pieces():
+        if all_held_out or hold_out_rank(piece.document) >= held_out:
+            characters += len(piece.text)
+            yield piece.text
+        done(piece.done)
+        if characters >= _TOKENIZER_TEXT:
+            return
 
 
 def cached_tokens(
@@ -137,20 +138,20 @@ def cached_tokens(
     special: what names of special tokens in the text are, for `encode`.
     """
 
-    def encoded() -> Iterator[tuple[Part, bool]]:
-        for what, part_source, fraction in parts:
-            with progress_bar(f"encoding the {what} (once)", part_source.size) as done:
-                for batch in encode(part_source.pieces(), tokenizer, special):
-                    yield from ((part, hold_out_rank(part.document) < fraction) for part in batch)
-                    done(batch[-1].done)
+    def encoded(what: str, source: Source) -> Iterator[Part]:
+        with progress_bar(f"encoding the {what} (once)", source.size) as done:
+            for batch in encode(source.pieces(), tokenizer, special):
+                yield from batch
+                done(batch[-1].done)
 
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
         size = tokenizer.vocab_size
         writers = {name: ShardWriter(folder / f"{name}.bin", size) for name in ("train", "val")}
+        each = ((part, held) for what, source, held in parts for part in encoded(what, source))
         try:
-            for part, validates in encoded():
-                name = "val" if validates else "train"
+            for part, fraction in each:
+                name = "val" if hold_out_rank(part.document) < fraction else "train"
                 writers[name].append(part.ids)
                 counts[name] += part.begins
                 counts["names"] += part.names

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.data.cache import build_once, cache_folder, digest
-from jaxllm.data.chat import COLUMNS, KEYS, Refused, has_marks, render, text_key
+from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
 from jaxllm.data.corpus import batched
 from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
@@ -42,20 +42,14 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     lengths, ranks, with_loss, largest = [], [], 0, 0
     sha = hashlib.sha256()
     with closing(ShardWriter(folder / PREPARED[1], 2 * tokenizer.vocab_size)) as writer:
-        each = _rendered(source, tokenizer, loss, refused)
-        for batch in batched(each, lambda entry: len(entry[1][0])):
-            pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
-            for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
-                if not mask[1:].any():  # nothing predicts the first token
-                    refused["no token with loss"].append(record.document)
-                    continue
-                entries = 2 * ids + mask
-                writer.append(entries)
-                sha.update(entries)
-                lengths.append(len(ids))
-                ranks.append(hold_out_rank(text))
-                with_loss += int(mask.sum())
-                largest = max(largest, int(ids.max()))
+        for text, ids, mask in _encoded(source, tokenizer, loss, refused):
+            entries = 2 * ids + mask
+            writer.append(entries)
+            sha.update(entries)
+            lengths.append(len(ids))
+            ranks.append(hold_out_rank(text))
+            with_loss += int(mask.sum())
+            largest = max(largest, int(ids.max()))
     if not lengths:
         why = "it is empty" if not refused else describe_refused(refused)
         at = source.files[0][1].parent if source.files[1:] else source.files[0][1]
@@ -68,12 +62,26 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
     write_json(folder / PREPARED[0], page)
 
 
+def _encoded(
+    source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields (text, ids, whether each has loss) of conversations; collects the refused ones."""
+    each = _rendered(source, tokenizer, loss, refused)
+    for batch in batched(each, lambda entry: len(entry[1][0])):
+        pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
+        for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
+            if mask[1:].any():  # nothing predicts the first token
+                yield text, ids, mask
+            else:
+                refused["no token with loss"].append(record.document)
+
+
 def _rendered(
     source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
 ) -> Iterator[tuple[Record, tuple[str, list]]]:
     """Yields records with what `render` makes of them; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
-        for record in source.records(COLUMNS, KEYS):
+        for record in source.records(COLUMNS):
             try:
                 yield record, render(tokenizer, record.values, loss)
             except Refused as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.config import Config
+from jaxllm.config import IGNORE, Config
 from jaxllm.errors import InputError, RunError
 from jaxllm.text import Tokenizer
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:  # only types need these, and they are slow to import
     from jaxllm.data.packing import Packed
 
     Batch = dict[str, Int32[np.ndarray, "B T"]]
-
-
-IGNORE = -100  # label without loss, as in models/language_model.py, which imports JAX
 
 
 class Tokens:

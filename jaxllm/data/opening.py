@@ -106,13 +106,13 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
     content, entries = source.digest(cache), config.tokenizer_vocab_size
     path = config.tokenizer or cached_tokenizer(source, content, held_out, entries, cache)
     tokenizer = Tokenizer(path, end_token=config.end_token)
-    _vocabulary(tokenizer, vocab_size)
+    tokenizer.check(vocab_size)
     special = config.special_tokens
     around = (tokenizer.begin, tokenizer.finish, special)
     fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
     folder = cached_tokens(parts, tokenizer, special, cache / f"tokens-{fingerprint[:16]}")
     counts = read_json(folder / "counts.json")
-    size = _vocabulary(tokenizer, vocab_size, counts["largest"])
+    size = tokenizer.check(vocab_size, [counts["largest"]])
     for name, written in counts.get("sha256", {}).items():  # older caches have none
         check_shard(folder / name, cache, size, written)
     train, val = (open_shard(folder / name) for name in ("train.bin", "val.bin"))
@@ -148,7 +148,7 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
     for other in tokenizers[1:]:
         tokenizers[0].check_same(other)
     tokenizer = next(iter(tokenizers), None)
-    size = _vocabulary(tokenizer, vocab_size) if tokenizer else vocab_size
+    size = tokenizer.check(vocab_size) if tokenizer else vocab_size
     scan = lambda path: check_shard(path, cache, size, written.get(path))
     content = {path: scan(path) for _, path in files + val_files}
     val_digests = [content[path] for _, path in val_files]
@@ -172,9 +172,9 @@ def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val
             " data.tokenizer to a folder with both"
         )
     tokenizer = Tokenizer(where, end_token=config.end_token)
-    _vocabulary(tokenizer, vocab_size)
+    tokenizer.check(vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
-    size = _vocabulary(tokenizer, vocab_size, max(x.page["largest"] for x in opened))
+    size = tokenizer.check(vocab_size, [x.page["largest"] for x in opened])
     fitted = []  # the last is what validates, and is left out of the first
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
@@ -190,12 +190,6 @@ def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
     return train, val, tokenizer, size, fingerprint, what
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int, largest: int = 0) -> int:
-    """The bound of the ids; raises InputError if tokenizer or largest id are not the model's."""
-    tokenizer.check(vocab_size, [largest])
-    return min(tokenizer.vocab_size, vocab_size)
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:

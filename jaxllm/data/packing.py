@@ -5,7 +5,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from jaxllm.data.loader import IGNORE, Tokens
+from jaxllm.config import IGNORE
+from jaxllm.data.loader import Tokens
 from jaxllm.terminal import counted
 
 

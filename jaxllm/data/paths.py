@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,10 +191,10 @@ def _card(kind: str, root: Path) -> dict[str, str] | None:
         folder = config.get("data_dir") or "."
         for part in listed(config.get("data_files") or {"path": "**/*", "split": None}):
             part = part if isinstance(part, dict) else {"path": part, "split": "train"}
-            for pattern in listed(part.get("path")):
-                for name in glob.glob(f"{folder}/{pattern}", root_dir=root, recursive=True):
-                    name = os.path.normpath(name).replace(os.sep, "/")
-                    splits[name] = str(part.get("split") or name)
+            patterns = [f"{folder}/{pattern}" for pattern in listed(part.get("path"))]
+            for name in chain(*(glob.glob(x, root_dir=root, recursive=True) for x in patterns)):
+                name = os.path.normpath(name).replace(os.sep, "/")
+                splits[name] = str(part.get("split") or name)
     return splits if chosen else None
 
 

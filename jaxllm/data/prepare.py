@@ -109,16 +109,16 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
         for split in splits.values():
             stack.callback(split.close)
         held_out = _held_out(source, val_fraction)
-        with progress_bar(f"encoding into {out}", source.size) as done:
-            for batch in encode(source.pieces(), tokenizer, special, state["pieces"]):
-                for part in batch:
-                    validates = hold_out_rank(part.document) < held_out
-                    splits["val" if validates else "train"].append(part.ids)
-                    state["pieces"] += part.pieces
-                    state["names"] += part.names
-                state |= {name: split.state() for name, split in splits.items()}
-                write_json(path, state)
-                done(batch[-1].done)
+        done = stack.enter_context(progress_bar(f"encoding into {out}", source.size))
+        for batch in encode(source.pieces(), tokenizer, special, state["pieces"]):
+            for part in batch:
+                validates = hold_out_rank(part.document) < held_out
+                splits["val" if validates else "train"].append(part.ids)
+                state["pieces"] += part.pieces
+                state["names"] += part.names
+            state |= {name: split.state() for name, split in splits.items()}
+            write_json(path, state)
+            done(batch[-1].done)
         tokens = {name: split.total() for name, split in splits.items()}
         if not any(tokens.values()):
             raise InputError("the data is empty: no document in it has any text")

@@ -96,13 +96,9 @@ class Source:
             if piece.text:
                 yield piece
 
-    def records(self, columns: Collection[str], inner: Collection[str] = ()) -> Iterator[Record]:
-        """Yields objects and rows.
-
-        columns: are read from parquet.  No object of JSON lines may have one of them, or of `inner`
-            keys, twice.
-        """
-        return self._each(partial(self._records, columns, inner))
+    def records(self, columns: Collection[str]) -> Iterator[Record]:
+        """Yields objects and rows; columns: are read from parquet."""
+        return self._each(partial(self._records, columns))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
         """What `read` yields for each file, `done` with the size of the files before it."""
@@ -112,9 +108,7 @@ class Source:
                 yield part._replace(done=before + part.done)
             before += path.stat().st_size
 
-    def _records(
-        self, columns: Collection[str], inner: Collection[str], name: str, path: Path
-    ) -> Iterator[Record]:
+    def _records(self, columns: Collection[str], name: str, path: Path) -> Iterator[Record]:
         with open_bytes(path) as (content, _):
             start = content.peek(512)[:512]
         table = start[:4] in _TABLES and self.kind in ("parquet", "chat")
@@ -127,7 +121,7 @@ class Source:
                 raise InputError(f"{path} is CSV: {then}{_CSV.format(plain, mark)}")
         if table or self.kind == "parquet":
             return _rows(name, path, columns)
-        return _lines(name, path, {*columns, *inner})
+        return _lines(name, path)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
@@ -161,7 +155,7 @@ class Source:
 
     def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
-        for document, where, values, done in self._records([column], (), name, path):
+        for document, where, values, done in self._records([column], name, path):
             text = values.get(column, 0)
             if isinstance(text, bytes):  # of parquet
                 try:
@@ -182,8 +176,8 @@ class Source:
                 yield Piece(document, text, True, done)
 
 
-def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """The objects of a file of JSON lines.  columns: names that no object may have twice."""
+def _lines(name: str, path: Path) -> Iterator[Record]:
+    """The objects of a file of JSON lines."""
     with open_bytes(path) as (lines, file):
         for number, line in enumerate(lines, 1):
             content = line.strip(_BLANK)
@@ -191,14 +185,14 @@ def _lines(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 raise InputError(f"{path} is a JSON array, not an object per line: use jq -c '.[]'")
             if content:
                 where = f"{path}:{number}"
-                yield Record(f"{name}:{number}", where, _object(line, where, columns), file.tell())
+                yield Record(f"{name}:{number}", where, _object(line, where), file.tell())
 
 
-def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
+def _object(line: bytes, where: str) -> dict:
     try:
         content = line.decode("utf-8-sig")
         # The parser alone takes the last of two values under one name, without a word.
-        value = json.loads(content, object_pairs_hook=partial(_unique, columns))
+        value = json.loads(content, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -211,12 +205,12 @@ def _object(line: bytes, where: str, columns: Collection[str]) -> dict:
     return value
 
 
-def _unique(columns: Collection[str], pairs: list[tuple[str, Any]]) -> dict:
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs if name in columns]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"an object has {twice!r} twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} twice")
     return found
 
 

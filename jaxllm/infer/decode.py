@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,29 +21,11 @@ from jaxllm.sharding import P, constrain, spec_of
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.weights.adapters import AdapterWeights
-from jaxllm.weights.huggingface import HuggingFaceWeights
-from jaxllm.weights.packed import PackedWeights, create_packed
+from jaxllm.weights.packed import create_packed
 from jaxllm.weights.places import map_params
-from jaxllm.weights.pretrained import RunWeights, Weights, load_params, open_weights
+from jaxllm.weights.pretrained import Weights, load_params
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
-Openable = RunWeights | PackedWeights | AdapterWeights
-
-
-def open_run(directory: str | Path, step: int | None = None) -> Openable:
-    """Opens packed weights, peft's, or a run's newest checkpoint or `step`'s; raises InputError."""
-    weights = open_weights(directory, step)
-    if isinstance(weights, HuggingFaceWeights):
-        raise InputError(
-            f"{directory} is not a run's directory; make one from it with"
-            f" jaxllm convert {directory} OUT"
-        )
-    if isinstance(weights, PackedWeights) and step not in (None, weights.step):
-        raise InputError(
-            f"{directory} holds packed weights of step {weights.step}, not of --step {step}: pack"
-            f" that one with jaxllm convert RUN OUT --step {step} --quantize ..."
-        )
-    return weights
 
 
 def open_tokenizer(weights: Weights) -> Tokenizer:
@@ -60,7 +41,7 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
 
 
 def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
+    """Loads the model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.
     """

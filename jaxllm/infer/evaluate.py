@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import Config, MeshConfig, load, round_up
+from jaxllm.config import IGNORE, Config, MeshConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
-from jaxllm.data.loader import IGNORE, Tokens
+from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import InputError, RunError, in_short
 from jaxllm.files import read_lines
@@ -33,7 +33,7 @@ VALID_WITH |= dict.fromkeys(_OF_TASKS, ("--tasks",))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input."""
     return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size")
 
 
@@ -69,7 +69,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     for option, kinds in (given | dict.fromkeys(args.overrides, ("data",))).items():
         if kind not in kinds:
             raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    check_exists(args.checkpoint, "--checkpoint ")
     return args
 
 
@@ -89,17 +89,24 @@ def _run(args: argparse.Namespace) -> None:
 
 def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
+    config = None
     if (args.checkpoint / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint, args.overrides).data, training=False)
+        config = _configuration(args.checkpoint, args.overrides)
+        check_paths(config.data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
 
-    from jaxllm.infer.decode import load_model, open_run
+    from jaxllm.infer.decode import load_model
     from jaxllm.sharding import make_mesh
+    from jaxllm.weights.pretrained import open_weights
 
-    weights = open_run(args.checkpoint, args.step)
-    config = _configuration(weights.folder, args.overrides)
+    weights = open_weights(args.checkpoint, args.step)
+    if config is None:
+        raise InputError(
+            f"{weights.folder} has no config.yaml, which names the data: use --hellaswag or"
+            " --tasks, or copy there the config.yaml of the run that made it"
+        )
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
@@ -152,11 +159,6 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
         paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
         path = "null" if overrides.get("data.source") == "stdlib" or not paths else paths[0]
         overrides = {"data.path": path, "data.val_path": path} | overrides
-    if not (folder / "config.yaml").exists():
-        raise InputError(
-            f"{folder} has no config.yaml, which names the data: use --hellaswag or --tasks, or"
-            " copy there the config.yaml of the run that made it"
-        )
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
     overrides = overrides | ({"data.tokenizer": str(own)} if own.exists() else {})
@@ -175,10 +177,11 @@ def hellaswag(args: argparse.Namespace) -> str:
     lines, where = read_lines(args.hellaswag, "--hellaswag"), f"--hellaswag {args.hellaswag}, line"
     questions = [_question(line, f"{where} {number}") for number, line in lines][: args.limit]
 
-    from jaxllm.infer.decode import open_run, open_tokenizer
+    from jaxllm.infer.decode import open_tokenizer
     from jaxllm.infer.scoring import Scorer
+    from jaxllm.weights.pretrained import open_weights
 
-    weights = open_run(args.checkpoint, args.step)
+    weights = open_weights(args.checkpoint, args.step)
     tokenizer = open_tokenizer(weights)
     rows = []  # (ids, tokens of the ending)
     for context, endings, _ in questions:

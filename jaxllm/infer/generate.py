@@ -1,7 +1,7 @@
 """Writes text with a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
-DIR is a run's directory, or a folder of packed weights.  Text goes to stdout, token by token if it
-is a single one; what ends it and the speed go to stderr.
+DIR is a run's directory, packed weights or a Hugging Face folder.  Text goes to stdout, token by
+token if it is a single one; what ends it and the speed go to stderr.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SETTINGS = ("temperature", "top_k", "top_p", "seed")  # as in the section `sampl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input."""
     return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
 
 
@@ -43,7 +43,7 @@ def add_checkpoint(parser: Parser) -> None:
     """Adds the options that name a model."""
     parser.option(
         "--checkpoint DIR",
-        "a run's directory, or a folder that jaxllm convert --quantize made",
+        "a run's directory, a Hugging Face folder, or what jaxllm convert --quantize made",
         required=True,
     )
     parser.option("--step N", "step of the checkpoint (default: the newest)")
@@ -84,7 +84,7 @@ def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
         raise InputError("--stop is empty: every text would stop at once")
     settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
     args.config = sampling("--", tokens=args.tokens, **settings)
-    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
+    check_exists(args.checkpoint, "--checkpoint ")
     return args
 
 

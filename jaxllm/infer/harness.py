@@ -25,10 +25,11 @@ from tqdm import tqdm
 from jaxllm.config import SampleConfig, sampling
 from jaxllm.config.loading import parse
 from jaxllm.errors import InputError, in_short
-from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
+from jaxllm.infer.decode import open_tokenizer, stream_tokens
 from jaxllm.infer.scoring import Scorer
 from jaxllm.infer.writer import Speed, Text
 from jaxllm.text.files import listed
+from jaxllm.weights.pretrained import open_weights
 
 TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
 _OPEN = "\ufdd1"  # marks the end of a message; no text has it
@@ -44,7 +45,7 @@ class RunLM(TemplateLM):
 
     def __init__(self, checkpoint: str | Path, step: int | None = None, batch_size: int = 16):
         super().__init__()
-        weights = open_run(checkpoint, step)
+        weights = open_weights(checkpoint, step)
         self.tokenizer = open_tokenizer(weights)
         self.scorer = Scorer(weights, int(batch_size))
         self.config = weights.config

@@ -1,25 +1,26 @@
-"""Log-likelihoods of texts under a run's model, for HellaSwag and lm-evaluation-harness."""
+"""Log-likelihoods of texts under a model, for HellaSwag and lm-evaluation-harness."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.config import MeshConfig, round_up
+from jaxllm.config import IGNORE, MeshConfig, round_up
 from jaxllm.errors import InputError, RunError
-from jaxllm.infer.decode import WIDTHS, Openable, load_model, most_tokens
-from jaxllm.models.language_model import IGNORE, LanguageModel
+from jaxllm.infer.decode import WIDTHS, load_model, most_tokens
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import progress_bar
+from jaxllm.weights.pretrained import Weights
 
 
 class Scorer:
-    """Computes log-likelihoods of the ends of token rows with a run's model on all devices.
+    """Computes log-likelihoods of the ends of token rows with a model on all devices.
 
     batch_size: rows at once; rounded up to a multiple of the devices, which share them.
     """
 
-    def __init__(self, weights: Openable, batch_size: int):
+    def __init__(self, weights: Weights, batch_size: int):
         self.most = most_tokens(weights.config)
         self.mesh = make_mesh(MeshConfig())
         self.size = round_up(batch_size, self.mesh.size)

@@ -1,4 +1,4 @@
-"""Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
+"""Writes texts with a model, for jaxllm generate and jaxllm chat."""
 
 import argparse
 import sys
@@ -15,20 +15,21 @@ from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
+from jaxllm.weights.pretrained import open_weights
 
 _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
 
 
 class Writer:
-    """A run's model on one device, and its tokenizer.
+    """A model on one device, and its tokenizer.
 
     args: what `generate.checked` has checked.
     config: how tokens are chosen, by the options or else by the folder.
     """
 
     def __init__(self, args: argparse.Namespace):
-        self._weights = weights = decode.open_run(args.checkpoint, args.step)
+        self._weights = weights = open_weights(args.checkpoint, args.step)
         self._float8 = args.kv_cache_dtype == "float8"
         if self._float8 and weights.config.type == "vlstm":
             raise InputError(

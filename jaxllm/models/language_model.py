@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import IGNORE, ModelConfig
 from jaxllm.layers import Embedding, Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
@@ -25,7 +25,6 @@ from pallas_kernels.mosaic import plus
 from pallas_kernels.options import with_gradient
 
 STD = 0.02  # initial standard deviation of all weights
-IGNORE = -100  # label that the loss ignores
 
 
 class Stream(NamedTuple):
@@ -60,7 +59,7 @@ class Block(Layer):
         """mixer: {its name, attention or vlstm: what makes it, given width and heads}."""
         ((self.mixer, make_mixer),) = mixer.items()
         rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
-        lora = getattr(config, "lora", None)
+        lora = config.adapters
         linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
         options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()

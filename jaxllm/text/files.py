@@ -154,33 +154,7 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         fixes["fix_mistral_regex"] = "save the tokenizer with transformers 5, then remove it"
     for key in fixes.keys() & {key for key, value in pages.tokenizer.items() if value}:
         raise InputError(f"{folder}: {key}=true is not supported; {fixes[key]}")
-    if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
-        library = _from_merges(folder, pages)
-    elif path.name == TOKENIZER and not path.exists() and present(folder):
-        name = next(name for name in _UNREAD if (folder / name).exists())
-        if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", (folder / name).read_bytes()):
-            raise InputError(  # transformers would convert it without special tokens
-                f"{folder / name} is tiktoken's, as Meta publishes Llama 3: copy tokenizer.json and"
-                " tokenizer_config.json there, which its Hugging Face folder has above original/"
-            )
-        kind, more = "AutoTokenizer", ""
-        if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
-            more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
-            kind = "PreTrainedTokenizerFast"
-        raise InputError(
-            f'{folder} has {name}, but no tokenizer.json; to write one: python -c "from'
-            f" transformers import {kind} as A; A.from_pretrained('{folder}'{more})"
-            f".save_pretrained('{folder}')\""
-        )
-    else:
-        try:
-            library = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-        except OSError as error:
-            why = f"{error.strerror}{on_hub(path)}"
-            raise InputError(f"cannot read tokenizer {path}: {why}") from error
-        except Exception as error:  # the library raises plain Exceptions
-            fix = "; if it is a pointer of Git LFS, run git lfs pull" * (path.stat().st_size < 1000)
-            raise InputError(f"{path} is not a tokenizer.json: {error}{fix}") from error
+    library = _read(path, pages)
     if dropout := getattr(library.model, "dropout", None):
         raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
@@ -208,6 +182,41 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
     if not path.exists():
         _surround(library, pages)
     return library
+
+
+def _read(path: Path, pages: Pages) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a file, or of the vocab.json and merges.txt in its place."""
+    folder = path.parent
+    if path.name == TOKENIZER and not path.exists():
+        if (folder / "vocab.json").exists():
+            return _from_merges(folder, pages)
+        if present(folder):
+            raise InputError(_how_to_convert(folder))
+    try:
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read tokenizer {path}: {error.strerror}{on_hub(path)}") from error
+    except Exception as error:  # the library raises plain Exceptions
+        fix = "; if it is a pointer of Git LFS, run git lfs pull" * (path.stat().st_size < 1000)
+        raise InputError(f"{path} is not a tokenizer.json: {error}{fix}") from error
+
+
+def _how_to_convert(folder: Path) -> str:
+    """How to make a tokenizer.json of another file, in a line."""
+    name = next(name for name in _UNREAD if (folder / name).exists())
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", (folder / name).read_bytes()):
+        return (  # transformers would convert it without special tokens
+            f"{folder / name} is tiktoken's, as Meta publishes Llama 3: copy tokenizer.json and"
+            " tokenizer_config.json there, which its Hugging Face folder has above original/"
+        )
+    kind, more = "AutoTokenizer", ""
+    if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
+        more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
+        kind = "PreTrainedTokenizerFast"
+    return (
+        f'{folder} has {name}, but no tokenizer.json; to write one: python -c "from transformers'
+        f" import {kind} as A; A.from_pretrained('{folder}'{more}).save_pretrained('{folder}')\""
+    )
 
 
 def _check_template(post: dict[str, Any], path: Path) -> None:

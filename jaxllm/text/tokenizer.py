@@ -314,10 +314,11 @@ class Tokenizer:
             self.check(self._entries, ids)
         return ids
 
-    def check(self, vocab_size: int, ids: Iterable[int] = ()) -> None:
+    def check(self, vocab_size: int, ids: Iterable[int] = ()) -> int:
         """Raises InputError if this cannot be the tokenizer of a model of `vocab_size` entries.
 
         A few tokens may be beyond it, as long as no text has them.  ids: of a text.
+        Returns the bound of the ids.
         """
         if self.vocab_size - vocab_size > vocab_size // 10:
             raise InputError(
@@ -329,6 +330,7 @@ class Tokenizer:
                 f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
                 f" beyond the model's {vocab_size} entries: leave it out, or raise model.vocab_size"
             )
+        return min(self.vocab_size, vocab_size)
 
     def check_same(self, other: "Tokenizer", *, chats: bool = False) -> None:
         """Raises InputError unless the other tokenizer's ids mean the same text here.

@@ -65,16 +65,13 @@ class Checkpoints:
         Raises InputError if the run trained on data with another fingerprint than `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
-        data, samples = saved.get("data_fingerprint"), saved.get("samples")
-        if data != fingerprint:
+        if (data := saved.get("data_fingerprint")) != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
                 f" was {data}): the corpus, tokenizer or Python version differs; start a new run"
                 f" from its weights (--model.init_from {run}, another --out_dir)"
             )
-        if not isinstance(samples, int) or samples < 0:
-            raise self._damaged(step, ValueError(f"samples={samples!r}"))
-        return samples
+        return saved["samples"]
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON page of a checkpoint; raises InputError if it is damaged."""

@@ -62,7 +62,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
         return None
     if newest is None or checkpoints is None:
         weights = open_weights(config.model.init_from)
-    elif getattr(config.model, "lora", None) is None:
+    elif config.model.adapters is None:
         return None
     else:
         about, named = checkpoints.about(newest), config.model.init_from
@@ -145,9 +145,6 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
             f" rate ends at {steps / warmup:.3g} of its peak"
         )
-    if 0 < (clip := config.optimizer.clip_norm) < (eps := config.optimizer.eps):
-        most = f"AdamW's updates are at most {clip / eps:.3g} of the learning rate"
-        print(f"rate     optimizer.clip_norm={clip} is below optimizer.eps={eps}: {most}")
     print(f"devices  {estimate.device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
@@ -233,14 +230,9 @@ def kernel_summary() -> str:
     """How the traced ops run: `dispatch.explain()`, or a line if all run on XLA for one reason."""
     decisions = dispatch.decisions()
     reasons = {decision.why for decision in decisions}
-    if len(reasons) != 1 or any(decision.runs != "xla" for decision in decisions):
-        return dispatch.explain().replace("\n", "\n         ")
-    (why,) = reasons
-    if why == "asked for":
-        return "all ops run on XLA, as model.kernels=xla requires"
-    if "platform" in why:
-        why += " (in a checkout pytest tests/pallas_kernels interprets the kernels)"
-    return f"all ops run on XLA: {why}"
+    if len(reasons) == 1 and all(decision.runs == "xla" for decision in decisions):
+        return f"all ops run on XLA: {reasons.pop()}"
+    return dispatch.explain().replace("\n", "\n         ")
 
 
 def open_log(

@@ -74,7 +74,7 @@ def predict(config: Config, text: str) -> str:
         kinds = ", ".join(GPUS)
         raise InputError(f"--dry_run {text} is not COUNTxKIND with a KIND of {kinds}, like 64xH200")
     count, kind = int(found[1]), found[2]
-    if getattr(config.model, "lora", None) is not None:
+    if config.model.adapters is not None:
         raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")
     mesh = sharding.abstract_mesh(config.mesh, count)
     sharding.check(config, mesh)

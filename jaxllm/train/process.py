@@ -1,4 +1,4 @@
-"""Prepares the training process: XLA flags, signals, garbage collection, the directory's lock."""
+"""Prepares the training process: XLA flags, signals, garbage collection."""
 
 import contextlib
 import gc
@@ -6,10 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-from jaxllm.errors import InputError
-from jaxllm.files import lock
 
 _OFTEN = gc.get_threshold()
 _SAME = 1.0  # seconds within which two signals count as one
@@ -23,8 +19,6 @@ def handle_signals(handler: Callable) -> contextlib.ExitStack:
     SIGHUP stays ignored where it is, under nohup.
     """
     before = contextlib.ExitStack()
-    wakeup = signal.set_wakeup_fd(-1)  # terminal.ended_by_interrupt
-    before.callback(signal.set_wakeup_fd, wakeup, warn_on_full_buffer=False)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     for number in [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]:
         before.callback(signal.signal, number, signal.signal(number, handler))
@@ -85,7 +79,6 @@ class StopSignals(contextlib.ExitStack):
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
             self.close()
-            signal.set_wakeup_fd(-1)
             interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
             signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
@@ -105,36 +98,3 @@ def no_long_pauses() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _remove_unused(lock_: Path, new: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # it is gone, or another run is in a folder above
-        if new and os.listdir(lock_.parent) == [lock_.name]:
-            lock_.unlink()
-            for folder in new:
-                folder.rmdir()
-
-
-@contextlib.contextmanager
-def lock_directory(out_dir: Path) -> Iterator[Callable[[], bool]]:
-    """Creates a run's directory and locks it against other processes that train.
-
-    Yields whether the directory is still there: another run may have replaced a deleted one.
-    At the end, removes the directory if it was created here and is empty: the run was refused.
-    Raises InputError if another process holds the lock or the directory is not writable.
-    """
-    path, new = out_dir / ".lock", [p for p in (out_dir, *out_dir.parents) if not p.exists()]
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock(path, wait=False))
-            if not path.exists():  # its holder has just removed it
-                raise BlockingIOError
-        except BlockingIOError as e:
-            raise InputError(
-                f"another process is training in out_dir {out_dir}; wait for it, or name another"
-            ) from e
-        except OSError as e:
-            raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
-        stack.callback(_remove_unused, path, new)
-        inode = path.stat().st_ino
-        yield lambda: path.exists() and path.stat().st_ino == inode

@@ -83,10 +83,9 @@ def watch(where: list[dict], train: Callable[[], int]) -> int:
 
         def stop(number, _):
             received.append(number)
-            for child in children:
-                if child.status is None:
-                    child.ended = len(received) > 1
-                    (child.process.kill if child.ended else child.process.terminate)()
+            for child in [c for c in children if c.status is None]:
+                child.ended = len(received) > 1
+                (child.process.kill if child.ended else child.process.terminate)()
 
         with handle_signals(stop):
             _wait(children)
@@ -119,19 +118,23 @@ def _wait(children: list[_Child]) -> None:
                 written = time.monotonic()
             child.status = child.process.exitcode
             if child.status is not None:
-                os.set_blocking(child.errors, False)  # a grandchild may keep it open
-                with open(child.errors, "rb", buffering=0) as pipe:
-                    child.held += pipe.read() or b""
-                if child.status not in (0, STOPPED):
-                    failed = failed or time.monotonic()
+                _read_rest(child)
+            if child.status not in (None, 0, STOPPED):
+                failed = failed or time.monotonic()
         now = time.monotonic()
         if failed is None and now - written > QUIET:
             _pass_on([c for c in children if FATAL not in c.held])
         if failed is not None and now - failed > GRACE:
-            for child in running:
-                if child.status is None and not child.ended:
-                    child.process.kill()
-                    child.ended = True
+            for child in [c for c in running if c.status is None and not c.ended]:
+                child.process.kill()
+                child.ended = True
+
+
+def _read_rest(child: _Child) -> None:
+    """Reads the last that a process wrote before it exited."""
+    os.set_blocking(child.errors, False)  # a grandchild may keep it open
+    with open(child.errors, "rb", buffering=0) as pipe:
+        child.held += pipe.read() or b""
 
 
 def _pass_on(children: list[_Child]) -> None:
@@ -192,7 +195,6 @@ def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: in
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     # The process that watches turns all signals into one SIGTERM.
-    signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

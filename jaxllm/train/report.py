@@ -27,7 +27,7 @@ from markupsafe import Markup
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.config.loading import flat
 from jaxllm.errors import InputError
-from jaxllm.files import read_json, write_whole
+from jaxllm.files import read_json, write_json, write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
@@ -322,7 +322,7 @@ def describe(folder: Path, about: dict, ops: list) -> None:
     }
     with contextlib.suppress(InputError, KeyError):  # a resumed run keeps it
         about["started"] = read_json(path)["started"]
-    write_whole(path, json.dumps(about, indent=1).encode())
+    write_json(path, about, indent=1)
 
 
 def write(folders: list[Path], out: Path) -> None:
@@ -337,7 +337,7 @@ def write(folders: list[Path], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 2: bad input."""
     return exit_status(lambda: _run(argv))
 
 

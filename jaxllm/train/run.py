@@ -21,10 +21,10 @@ from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
-from jaxllm.files import inside
+from jaxllm.files import inside, own
 from jaxllm.train import processes, report
 from jaxllm.train.metrics import check_tracker, read_metrics
-from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
+from jaxllm.train.process import StopSignals, no_long_pauses, set_xla_flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,7 +109,7 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
-    if config.model.init_from is not None and (getattr(config.model, "lora", None) or not resume):
+    if config.model.init_from is not None and (config.model.adapters or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
     for path in filter(None, (data.path, data.val_path)):
@@ -124,7 +124,7 @@ def dry_run(config: Config) -> int:
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
-    adapts = getattr(config.model, "lora", None) is not None
+    adapts = config.model.adapters is not None
     weights = launch.open_initial_weights(config, None, None) if adapts else None
     trainer = launch.make_trainer(config, mesh, weights)
     launch.print_header(trainer, None)
@@ -161,7 +161,7 @@ class Run:
         self.world, self.rank = jax.process_count(), jax.process_index()
         self.holds = lambda: True
         if self.rank == 0:  # Checkpoints would delete another process's running save
-            self.holds = stack.enter_context(lock_directory(out_dir))
+            self.holds = stack.enter_context(own(out_dir))
             if not resume:  # another process may have made it while this one started
                 command_line.check_free(out_dir)
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)

@@ -15,11 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
-from jaxllm.config import Config, evaluated
+from jaxllm.config import IGNORE, Config, evaluated
 from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
 from jaxllm.models import abstract, create
-from jaxllm.models.language_model import IGNORE
 from jaxllm.train import optim
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
@@ -88,7 +87,7 @@ class Trainer:
         model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
-        self.lora = getattr(config.model, "lora", None)
+        self.lora = config.model.adapters
         self.packing = packing
         self.abstract_base = NONE
         if self.lora is not None:

@@ -8,7 +8,6 @@ folder of peft (https://github.com/huggingface/peft) has the same in two files:
     adapter_config.json         rank, alpha, targets, and the base as base_model_name_or_path
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import save
 
-from jaxllm.config import Config, ModelConfig, evaluated
+from jaxllm.config import TARGETS, Config, ModelConfig, evaluated
 from jaxllm.errors import InputError
-from jaxllm.files import read_json
+from jaxllm.files import read_json, write_json
 from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.text.files import ADAPTERS, find_base
@@ -211,11 +210,6 @@ def _places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
                 yield f"base_model.model.{module}.{theirs}.weight", path, module.split(".")[-1]
 
 
-def targets(config: ModelConfig) -> list[str]:
-    """The names of all matrices that may have an adapter."""
-    return list(dict.fromkeys(target for _, _, target in _places(config)))
-
-
 def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
@@ -231,8 +225,9 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         raise InputError(f"{keys.path}: base_model_name_or_path={path!r} is not a folder's name")
     file = open_safetensors(folder / ARRAYS)
     stored, about = set(file.keys()), file.metadata() or {}
-    checksum, step = about.get("base_checksum"), about.get("base_step")
-    base = _open_base(folder, path, int(step) if step else None, open_weights)
+    checksum = about.get("base_checksum")
+    step = int(about["base_step"]) if "base_step" in about else None
+    base = _open_base(folder, path, step, open_weights)
     if base.config.type != "llama3":
         raise InputError(f"{folder}: adapters of a {base.config.type} are not read, only Llama's")
     known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
@@ -249,7 +244,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         verb = "lacks" if different[0] in wanted else "holds"
         raise InputError(
             f"{folder / ARRAYS} is of another model than {path}, or not only adapters of"
-            f" {', '.join(targets(base.config))}: it {verb} {different[0]}"
+            f" {', '.join(TARGETS)}: it {verb} {different[0]}"
         )
     theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
     given = dict(lora_dropout=0.0, use_rslora=False) | page
@@ -270,7 +265,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
             raise InputError(f"{folder / ARRAYS}: {theirs} is {x.dtype}, not floating point")
         arrays[ours] = np.array(x, np.float32, order="C")
         check_finite(arrays[ours], theirs)
-    expected = Base(path, int(step) if step else None, checksum) if checksum else None
+    expected = Base(path, step, checksum) if checksum else None
     return AdapterWeights(folder, config, base, arrays, expected)
 
 
@@ -294,8 +289,8 @@ def write_peft(weights: AdapterWeights, folder: Path) -> None:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=[name for name in targets(weights.config) if lora.adapts(name)],
+        target_modules=[name for name in TARGETS if lora.adapts(name)],
         use_rslora=lora.rslora,
         fan_in_fan_out=False,
     )
-    (folder / PAGE).write_text(json.dumps(page, indent=2), encoding="utf-8")
+    write_json(folder / PAGE, page, indent=2)

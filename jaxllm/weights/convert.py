@@ -10,17 +10,13 @@ in bfloat16, like embedding and positions; norms, biases and a vLSTM's two gates
 """
 
 import argparse
-import contextlib
-import json
-import os
 import shlex
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+from jaxllm.files import new_folder, write_json
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
 from jaxllm.text.files import companions, take_ids, write_text
@@ -82,12 +78,12 @@ def convert(args: argparse.Namespace, packing) -> None:
     from jaxllm.weights import adapters, pretrained
 
     source, out = args.source, args.out.absolute()  # what is printed works in every directory
-    step, dtype, merge = args.step, args.dtype, args.merge
+    dtype, merge = args.dtype, args.merge
     plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
     if out.exists() and not (plain and not any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
-    weights = pretrained.open_weights(source, step)
+    weights = pretrained.open_weights(source, args.step)
     adapts, of_run = isinstance(weights, adapters.AdapterWeights), weights.run is not None
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
@@ -102,31 +98,20 @@ def convert(args: argparse.Namespace, packing) -> None:
         raise InputError("--dtype needs --merge: adapters are written in float32")
     if alone and not of_run:
         raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
-    for name, given, fits in (("step", step, of_run), ("dtype", dtype, adapts or of_run)):
-        if given is not None and not fits:
-            raise InputError(f"--{name} is for a run's directory; {source} is not one")
-    with _new_folder(out) as folder:
-        if packing is None and (merge or (of_run and not adapts)):
-            result = _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
-        else:
-            result = _to_ours(weights, folder, out, packing, merge)
-        if isinstance(weights, adapters.AdapterWeights) and merge:
-            weights.verify()
-    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `out`; renames it to `out` on success, else removes it."""
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    if dtype and not (adapts or of_run):
+        raise InputError(f"--dtype is for a run's directory; {source} is not one")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)  # replaces an empty folder, and fails for anything else
+        with new_folder(out) as folder:
+            if packing is None and (merge or (of_run and not adapts)):
+                dtype = dtype or ("bfloat16" if merge else "float32")
+                result = _to_huggingface(weights, folder, dtype)
+            else:
+                result = _to_ours(weights, folder, out, packing, merge)
+            if isinstance(weights, adapters.AdapterWeights) and merge:
+                weights.verify()
     except (OSError, RunError) as error:
         raise RunError(f"cannot write {out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
 
 
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
@@ -175,7 +160,7 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     page = huggingface_config.config_json(config, dtype)
     tokenizer = _copy_text(weights, folder)
     page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
-    (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
+    write_json(folder / "config.json", page, indent=2)
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
         for place in places.places(config)
@@ -186,15 +171,11 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:
     """Copies what a folder says about text; None, said on the screen, if no tokenizer is read."""
-    run = weights.run
-    given = run and run.data.tokenizer
-    path = folder = weights.text
-    if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
-        path = Path(given)
+    folder, run = weights.text, weights.run
     try:
-        if path == folder and not present(path):
-            raise InputError(f"{path} has no tokenizer.json; copy it there by hand")
-        tokenizer = Tokenizer(path, end_token=run and run.data.end_token)
+        if not present(folder):
+            raise InputError(f"{folder} has no tokenizer.json; copy it there by hand")
+        tokenizer = Tokenizer(folder, end_token=run and run.data.end_token)
     except InputError as error:
         if (folder / "tokenizer.json").exists():
             raise

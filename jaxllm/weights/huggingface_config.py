@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxllm.config import ModelConfig, plain_message, round_up
+from jaxllm.config import ModelConfig, first_error, round_up
 from jaxllm.errors import InputError
 from jaxllm.text.files import APPLIED, OTHERS
 from jaxllm.weights.places import tied
@@ -186,12 +186,8 @@ def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> Mod
     """Our configuration of `fields`; theirs: {our setting, dotted: their key}, for errors."""
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
-    except ValidationError as e:
-        error = e.errors()[0]
-        key, message = ".".join(map(str, error["loc"][1:])), plain_message(error["msg"])
-        # A message without a key comes from one of our checks, which uses our names.
-        said = f"{key}={error['input']!r}: {message}" if key else message
-        said = re.sub(r"[\w.]+", lambda word: theirs.get(word[0], word[0]), said)
+    except ValidationError as e:  # of pydantic or of our checks, by our names
+        said = re.sub(r"[\w.]+", lambda word: theirs.get(word[0], word[0]), first_error(e, path))
         raise InputError(f"{path}: {said}"[:500]) from e
 
 

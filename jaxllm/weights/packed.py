@@ -15,7 +15,6 @@ embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from jaxllm import config as configs
 from jaxllm.config import FORMATS, ModelConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
-from jaxllm.files import read_json
+from jaxllm.files import read_json, write_json
 from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
@@ -169,10 +168,10 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
 def _groups(params: dict[str, nnx.Variable], packing: Packing) -> Iterator[int | None]:
     """The groups, largest first, in which every matrix can be packed."""
     for group in (128, 64, 32, None):
+        ways = {name: packing._replace(group=group).of(name, p.shape) for name, p in params.items()}
         with contextlib.suppress(ValueError):
-            for name, param in params.items():
-                if own := packing._replace(group=group).of(name, param.shape):
-                    _packed(own, param.shape)
+            for name in filter(ways.get, ways):
+                _packed(ways[name], params[name].shape)
             yield group
 
 
@@ -203,7 +202,7 @@ def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, a
     write_safetensors(folder / ARRAYS, flat, arrays())
     page = {"packing": VERSION, **packing._asdict(), **about, "checksums": plain}
     page["source"] = checksums.joint_checksum(sums)
-    (folder / PAGE).write_text(json.dumps(checksums.with_digest(page), indent=1), encoding="utf-8")
+    write_json(folder / PAGE, checksums.with_digest(page), indent=1)
     return (folder / ARRAYS).stat().st_size
 
 

@@ -51,8 +51,7 @@ class Place(NamedTuple):
 
     def to_theirs(self, config: ModelConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """The Hugging Face tensor of our arrays, the inverse of `to_ours`."""
-        parts = [np.asarray(arrays[ours]) for ours in self.ours]
-        x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        x = np.concatenate([arrays[ours] for ours in self.ours], axis=-1)
         if self.form in ("transposed", "columns"):
             x = x.T
         if self.form in ("rows", "columns"):

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxllm import config as configs
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import TARGETS, Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
@@ -92,7 +92,7 @@ class RunWeights:
         except ValueError as e:
             raise self._damaged(str(e)) from e
         self._checksums = page.get("checksums", {})
-        kind = nnx.Param if getattr(self.config, "lora", None) is None else nnx.LoRAParam
+        kind = nnx.Param if self.config.adapters is None else nnx.LoRAParam
         params = named_params(nnx.state(nnx.eval_shape(lambda: create(self.config)), kind))
         wanted = {_stored(name): [list(p.shape), "float32"] for name, p in params.items()}
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
@@ -123,24 +123,31 @@ Weights = HuggingFaceWeights | RunWeights | PackedWeights | AdapterWeights
 def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     """Opens the weights in a directory; raises InputError if they are inconsistent or damaged.
 
-    step: of a run's checkpoint (None: the newest); other weights ignore it.
+    step: of a run's checkpoint (None: the newest); other weights have one step.
     """
     directory = Path(directory).expanduser()
     if (directory / PAGE).is_file():
-        return PackedWeights(directory)
-    if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-        run = RunWeights(directory, step)
-        adapts = getattr(run.config, "lora", None) is not None
-        return adapters.of_run(run, open_weights) if adapts else run
-    if (directory / adapters.PAGE).is_file():
-        return adapters.of_peft(directory, open_weights)
-    if any((directory / name).is_file() for name in ("config.json", "params.json")):
-        return HuggingFaceWeights(directory)
-    check_exists(directory)
-    raise InputError(
-        f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
-        f" directory (config.yaml, checkpoints){_near(directory) or unread_in(directory)}"
-    )
+        weights = PackedWeights(directory)
+    elif (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+        weights = RunWeights(directory, step)
+        if weights.config.adapters is not None:
+            weights = adapters.of_run(weights, open_weights)
+    elif (directory / adapters.PAGE).is_file():
+        weights = adapters.of_peft(directory, open_weights)
+    elif any((directory / name).is_file() for name in ("config.json", "params.json")):
+        weights = HuggingFaceWeights(directory)
+    else:
+        check_exists(directory)
+        raise InputError(
+            f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
+            f" directory (config.yaml, checkpoints){_near(directory) or unread_in(directory)}"
+        )
+    if step not in (None, weights.step):
+        raise InputError(
+            f"{directory} holds weights of step {weights.step}, not of step {step}: leave out the"
+            " step, or name the run's directory"
+        )
+    return weights
 
 
 def _near(directory: Path) -> str:
@@ -176,7 +183,7 @@ def check_weights(weights: Weights, config: Config) -> None:
 
 def _check_base(weights: Weights, model: ModelConfig) -> None:
     """Raises InputError if packed weights or adapters are not what the model makes of them."""
-    lora, where = getattr(model, "lora", None), f"model.init_from={weights.folder}"
+    lora, where = model.adapters, f"model.init_from={weights.folder}"
     if isinstance(weights, PackedWeights):
         held = f"{where} holds packed weights ({weights.packing})"
         if lora is None:
@@ -188,12 +195,11 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
             raise InputError(f"{held}; the head {cannot}: convert without --head")
         if (given := getattr(model, "quantize", None)) is not None:
             raise InputError(f"{held}; model.quantize={given} {cannot}: leave it out")
-    if isinstance(weights, AdapterWeights) and lora is not None:
+    if lora is not None and (known := weights.config.adapters) is not None:
         ours, theirs = (
             x.model_dump(include={"rank", "alpha", "rslora"})
-            | {"targets": [n for n in adapters.targets(model) if x.adapts(n)]}
-            # pyrefly: ignore[missing-attribute]
-            for x in (lora, weights.config.lora)
+            | {"targets": [n for n in TARGETS if x.adapts(n)]}
+            for x in (lora, known)
         )
         for key in ours:
             if ours[key] != theirs[key]:
@@ -204,7 +210,7 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
-    """The parameters in float32, with the structure and the shardings of `abstract`.
+    """The parameters with the structure, the shardings and the dtypes of `abstract`.
 
     Packed weights keep the form and the dtypes in which they are stored.  At most AHEAD + 1 further
     tensors are in memory at a time.
@@ -216,7 +222,8 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
         arrays = weights.load(leaves)
     else:  # adapters are merged
         found = zip(leaves.items(), params_in_turn(weights, leaves), strict=True)
-        arrays = {name: put(x, leaf.sharding) for (name, leaf), x in found}
+        cast = lambda x, leaf: put(x.astype(leaf.dtype, copy=False), leaf.sharding)
+        arrays = {name: cast(x, leaf) for (name, leaf), x in found}
         if isinstance(weights, AdapterWeights):
             weights.verify()
     return map_params(abstract, lambda name, _: arrays[name])

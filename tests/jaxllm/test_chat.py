@@ -15,7 +15,7 @@ from tiny_models import tiny
 from tokenizer_families import EXPECTED, FOLDER
 
 from jaxllm.errors import InputError
-from jaxllm.infer import chat, decode, generate
+from jaxllm.infer import chat, decode, generate, writer
 from jaxllm.text import Tokenizer
 from jaxllm.text.chat import render
 
@@ -41,7 +41,7 @@ def model(monkeypatch):
 
     config = tiny("llama3", vocab_size=TOKENIZER.vocab_size, max_seq_len=400)
     weights = SimpleNamespace(config=config, **WEIGHTS)
-    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     monkeypatch.setattr(decode, "load_model", lambda *_: (None, None))
     monkeypatch.setattr(decode, "in_compute_dtype", lambda params, *_, **__: params)
     monkeypatch.setattr(decode, "stream_tokens", stream)
@@ -82,8 +82,8 @@ def test_the_token_that_the_template_puts_after_an_answer_ends_one(tmp_path):
 
 def test_the_folders_settings_hold_where_no_option_is_given(model, monkeypatch, capsys, tmp_path):
     folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
-    weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})
-    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    weights = SimpleNamespace(**vars(writer.open_weights()) | {"text": folder})
+    monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     (folder / "generation_config.json").write_text('{"eos_token_id": 295}')
     command = f"--checkpoint {tmp_path} --tokens 9 --prompt Hi".split()
     for more, ends in ((["--chat"], f"{END} or <|eot_id|>"), ([], END)):  # says what ends it
@@ -201,8 +201,8 @@ def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
 
 def test_a_refused_system_message_leaves_the_chat_as_it_was(model, capsys, monkeypatch, tmp_path):
     folder = with_template(tmp_path / "t", TEMPLATE.replace("critic", "system"))
-    weights = SimpleNamespace(**vars(decode.open_run()) | {"text": folder})
-    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    weights = SimpleNamespace(**vars(writer.open_weights()) | {"text": folder})
+    monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     monkeypatch.setattr("sys.stdin", io.StringIO("/system Be brief.\nHi\n/reset\nHi\n"))
     model.answers += [("A<|eot_id|>", None), ("B<|eot_id|>", None)]
     assert chat.main(f"--checkpoint {tmp_path}".split()) == 0
@@ -215,7 +215,7 @@ def test_a_chat_needs_a_template(model, capsys, monkeypatch, tmp_path):
     weights = SimpleNamespace(
         config=tiny("llama3", vocab_size=294), text=FOLDER / "gpt2", run=WEIGHTS["run"]
     )
-    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     assert chat.main(["--checkpoint", str(tmp_path)]) == 2
     assert "gpt2 has no chat template" in capsys.readouterr().err
 

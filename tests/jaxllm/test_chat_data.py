@@ -25,11 +25,10 @@ from conversations import (
 )
 from data_settings import flipped_byte
 
-from jaxllm.config import DataConfig
+from jaxllm.config import IGNORE, DataConfig
 from jaxllm.data import encoded
 from jaxllm.data.chat import Refused, conversation
 from jaxllm.data.command import main
-from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer

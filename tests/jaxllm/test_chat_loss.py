@@ -8,8 +8,7 @@ from conversations import T, opened, pair, rows_of, settings, write
 from flax import nnx
 from tiny_models import tiny
 
-from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
-from jaxllm.data.loader import IGNORE
+from jaxllm.config import IGNORE, Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxllm.models import language_model
 from jaxllm.sharding import make_mesh
 from jaxllm.train.step import Trainer

@@ -131,10 +131,6 @@ def test_a_misspelt_option_is_named_before_one_that_is_required(words, odd, caps
             {"JAX_DEFAULT_MATMUL_PRECISION": "x"},
             'Invalid value "x" for JAX flag jax_default_matmul_precision: set another value, or',
         ),
-        (
-            {"XLA_FLAGS": "--xla_dump_to=/tmp --xla_gpu_autotune_leve=4"},
-            "XLA_FLAGS has --xla_gpu_autotune_leve, which XLA here does not know: remove it",
-        ),
     ],
 )
 def test_a_wrong_environment_is_one_line(setting, message):

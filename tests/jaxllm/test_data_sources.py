@@ -239,6 +239,10 @@ def test_json_lines(tmp_path):
         (b"[" * 100_000, r"a\.jsonl:3 is not JSON: maximum recursion depth"),
         (b'["a"]', r"a\.jsonl:3 is a list; every line must be an object"),
         (b'{"text": "a", "text": "b"}', r"a\.jsonl:3 is not JSON: an object has 'text' twice"),
+        (
+            b'{"text": "a", "m": {"n": 1, "n": 2}}',
+            r"a\.jsonl:3 .* object has 'n' twice",
+        ),
     ],
 )
 def test_bad_json_lines_are_reported(tmp_path, line, message):

@@ -14,17 +14,17 @@ from evaluation_run import EXPECTED, run_of
 from flax import nnx
 from tiny_models import tiny
 
-from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxllm.config import IGNORE, Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
-from jaxllm.infer.decode import load_model, open_run
+from jaxllm.infer.decode import load_model
 from jaxllm.models import MODELS
-from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.step import Trainer
+from jaxllm.weights.pretrained import open_weights
 from pallas_kernels import dispatch
 
 T, END = 32, 0  # tokens per row; train_tokenizer gives the end-of-text token id 0
@@ -216,7 +216,7 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
         tokens, labels = separate_documents(
             [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.separator
         )
-        graph, params = load_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
+        graph, params = load_model(open_weights(run), make_mesh(MeshConfig(), jax.devices()[:1]))
         loss = jax.jit(lambda params: nnx.merge(graph, params).loss(tokens, labels))(params)
     loss, count = float(loss) / (len(stream) - 1), f"{len(stream) - 1:,} tokens"
     assert count in said

@@ -19,9 +19,9 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer import decode, evaluate, generate, scoring
-from jaxllm.infer.decode import open_run
 from jaxllm.infer.scoring import Scorer
 from jaxllm.text import Tokenizer
+from jaxllm.weights.pretrained import open_weights
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
 
     (one, a), (short, b), (window, c), (more, d) = map(loss, (2, 20, 33, 34))
     assert (a, b, c, d) == (1, 19, 32, 33)
-    scorer = Scorer(open_run(runs["gpt2"]), 4)
+    scorer = Scorer(open_weights(runs["gpt2"]), 4)
     scores = scorer([(ids[:2], 1), (ids[:20], 19), (ids[:33], 32), (ids[32:34], 1)])
     expected = [-score for score, _ in scores]
     expected[3] += expected[2]
@@ -101,7 +101,7 @@ def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
     # Its perplexity was infinite, and answers were compared by NaN.
     assert "error: the model's loss is nan: evaluate another checkpoint" in loss(2)
     with pytest.raises(RunError, match="logits are not finite"):
-        Scorer(open_run(runs["gpt2"]), 4)([(ids[:2], 1)])
+        Scorer(open_weights(runs["gpt2"]), 4)([(ids[:2], 1)])
 
 
 def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
@@ -228,7 +228,8 @@ def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
     [
         ("", "--checkpoint"),
         ("--checkpoint {run} --step 9", "no checkpoint of step 9; it has 0"),
-        ("--checkpoint {run}/../theirs", "make one from it with jaxllm convert"),
+        ("--checkpoint {run}/../theirs --step 3", "weights of step 0, not of step 3"),
+        ("--checkpoint {run}/../theirs", "theirs has no config.yaml, which names the data"),
         ("--checkpoint {run} --data.sorce text", "did you mean data.source"),
         ("--checkpoint {run} --train.steps 3", "unknown argument --train.steps"),
         ("--checkpoint {run} --data.source text --data.path nowhere.txt", "nowhere.txt"),

@@ -109,7 +109,7 @@ def test_a_float8_cache_changes_little(name):
 
 def test_a_float8_cache_of_a_vlstm_is_refused(capsys, monkeypatch, tmp_path):
     weights = SimpleNamespace(config=tiny("vlstm"))
-    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     command = f"--checkpoint {tmp_path} --prompt x --kv_cache_dtype float8"
     assert generate.main(command.split()) == 2
     assert "a vLSTM keeps a state" in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_text_decodes_only_its_last_tokens():
         ("--prompt x", "--checkpoint"),
         (
             "--checkpoint nowhere --prompt x",
-            "--checkpoint nowhere does not exist: name a run's directory or packed",
+            "--checkpoint nowhere does not exist: name a run's directory, packed weights or",
         ),
         ("--checkpoint . --prompts missing.txt", "missing.txt"),
         ("--checkpoint . --prompts -", "--prompts /dev/stdin has no line of text"),

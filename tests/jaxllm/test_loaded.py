@@ -19,6 +19,7 @@ from loaded_models import logits
 import jaxllm
 import jaxllm.layers
 from jaxllm.errors import InputError, RunError
+from jaxllm.infer import generate
 from jaxllm.layers import Attention, Linear
 from jaxllm.models import MODELS
 from jaxllm.weights import convert
@@ -26,11 +27,12 @@ from jaxllm.weights.pretrained import open_weights
 
 
 @pytest.mark.parametrize("name", [slow("gpt2"), "llama3"])
-def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
+def test_a_folder_and_a_run_generate_and_score(tmp_path, name, capsys):
     theirs = folder_of(tmp_path / "theirs", name)
     shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
     assert convert.main([str(theirs), str(tmp_path / "run")]) == 0
     text, found = "abcab", []
+    capsys.readouterr()
     for folder in (theirs, tmp_path / "run"):
         loaded = jaxllm.load(folder)
         model, tokenizer, config = loaded
@@ -41,6 +43,9 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
         assert math.isclose(loaded.score(text), expected, rel_tol=0.01)
         assert model(jnp.array([ids])).shape[:2] == (1, len(ids))
         found.append(loaded.generate(text, tokens=6, temperature=0))
+        words = f"--checkpoint {folder} --prompt {text} --tokens 6 --temperature 0"
+        assert generate.main(words.split()) == 0
+        assert capsys.readouterr().out == f"{text}{found[-1]}\n"
     assert found[0] == found[1] != ""
     page = tmp_path / "run" / "config.yaml"
     assert open_weights(page.parent, 0.0).step == 0
@@ -89,7 +94,7 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
     ):
         with pytest.raises(InputError, match=named):
             use()
-    with pytest.raises(InputError, match="step=3 is of a run's checkpoint, and .*theirs holds no"):
+    with pytest.raises(InputError, match="theirs holds weights of step 0, not of step 3: leave"):
         jaxllm.load(theirs, step=3)
     right = loaded.score("b" * (most + 1)), loaded.generate("a", tokens=3, temperature=0)
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):

@@ -37,7 +37,8 @@ def gradients(trainer, state, batch):
     ],
 )
 def test_gradients_are_those_of_float64(targets, model, limit):
-    trainer = trainer_of(dict(rank=4, alpha=2.0, targets=targets, rslora=True), **model)
+    rank = 99 if targets == "v_proj" else 4  # may exceed the matrix's widths, as in peft
+    trainer = trainer_of(dict(rank=rank, alpha=2.0, targets=targets, rslora=True), **model)
     state, batch = state_of(trainer), batch_of()
     loss, found = gradients(trainer, state, batch)
     config = trainer.config.model

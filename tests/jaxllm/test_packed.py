@@ -28,6 +28,7 @@ from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
 from jaxllm.weights.packed import PackedWeights, Packing
 from jaxllm.weights.places import named_params
+from jaxllm.weights.pretrained import open_weights
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import dequantize
 
@@ -107,7 +108,7 @@ def test_what_is_loaded_equals_what_was_quantized(square, name, group, symmetric
     assert run(theirs, tmp_path / "out", *options, *(["--head", head] if head else [])) == 0
     blocks, head = convert.FORMATS[name], convert.FORMATS[head] if head else None
     group = None if group == "none" else int(group)
-    weights = decode.open_run(tmp_path / "out")
+    weights = open_weights(tmp_path / "out")
     assert weights.packing == Packing(*blocks, group, symmetric, head)
     if head:
         params = params | {"head.weight": params["embedding.wte"].T}  # the tied one, in few bits
@@ -168,7 +169,7 @@ def test_generation_and_loss_equal_those_of_the_dequantized_model(
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     # A GPU would take TF32.
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
-        graph, params = decode.load_model(decode.open_run(tmp_path / "out"), mesh)
+        graph, params = decode.load_model(open_weights(tmp_path / "out"), mesh)
         greedy = SampleConfig(tokens=count, temperature=0.0)
         got = np.stack(list(decode.stream_tokens(graph, params, prompts, greedy)), axis=1)
         text = np.zeros((3, 32), np.int32)
@@ -229,7 +230,7 @@ def test_a_run_is_loaded_in_the_compute_dtype(square, tmp_path, monkeypatch):
     assert run(theirs, tmp_path / "run") == 0
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        graph, loaded = decode.load_model(decode.open_run(tmp_path / "run"), mesh)
+        graph, loaded = decode.load_model(open_weights(tmp_path / "run"), mesh)
         found = named_params(nnx.merge(graph, loaded))
         assert found.keys() == params.keys()
         for name, x in params.items():
@@ -261,7 +262,7 @@ def test_generation_keeps_no_second_copy_of_packed_weights(packed, rows, monkeyp
     monkeypatch.setattr(decode, "by_rows", lambda: rows)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        graph, params = decode.load_model(decode.open_run(packed), mesh)
+        graph, params = decode.load_model(open_weights(packed), mesh)
         dtype = nnx.merge(graph, params).config.compute_dtype
         params = decode.in_compute_dtype(params, dtype, table=False)  # as generate has them
         matrices = decode.in_compute_dtype(params, dtype)  # as for each text
@@ -307,7 +308,7 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
         ("--head int8", "--head needs --quantize"),
         ("--quantize int4 --group 32 --head 2:4-int8", "head.weight: group=32"),
         ("--quantize int4 --dtype bfloat16", "--dtype bfloat16"),
-        ("--quantize int4 --step 3", "--step is for a run's directory"),
+        ("--quantize int4 --step 3", "weights of step 0, not of step 3"),
     ):
         error_of(capsys, run(theirs, out, *options.split()), named)
         assert [p.name for p in tmp_path.iterdir()] == []
@@ -315,7 +316,7 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
     status = run(theirs, packed, "--quantize", "int4", "--group", "64")
     error_of(capsys, status, "exists: choose another folder")
     status = generate.main(f"--checkpoint {packed} --prompt the --step 7".split())
-    error_of(capsys, status, "packed weights of step 0, not of --step 7")
+    error_of(capsys, status, "weights of step 0, not of step 7: leave out the step")
 
 
 def test_packed_weights_are_not_trained(packed, tmp_path, capsys):

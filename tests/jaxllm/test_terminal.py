@@ -65,7 +65,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.usefixtures("own_programs")
-def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
+def test_ctrl_c_at_any_early_moment_ends_the_process(tiny, tmp_path):
     """At moments of the imports, of the data's and of XLA's compilation."""
     words = command(tiny, tmp_path / "x", "--train.steps", "100000000")
     words = [sys.executable, "-c", FOREGROUND, *words]
@@ -77,28 +77,8 @@ def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
         time.sleep(0.4 * moment)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert errors.splitlines()[-1] == "interrupted"
+        assert process.returncode == -signal.SIGINT
         assert "Traceback" not in errors
-
-
-def test_a_command_that_cleans_up_gets_an_interrupt_that_a_callback_swallowed():
-    code = """
-import gc, os, signal, time
-from jaxllm import terminal
-terminal.repeat_swallowed_interrupts()
-signal.signal(signal.SIGINT, signal.default_int_handler)
-once = [1]
-gc.callbacks.append(lambda *_: once and (once.pop(), signal.raise_signal(signal.SIGINT)))
-gc.collect()
-try:
-    time.sleep(20)
-except KeyboardInterrupt:
-    print("cleaned up")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=60)
-    assert done.stdout == b"cleaned up\n"
-    assert done.stderr == b""
 
 
 @pytest.mark.parametrize("number", STOPPING)

@@ -13,9 +13,9 @@ from jaxllm import config as configs
 from jaxllm.config import command_line
 from jaxllm.data import open_dataset
 from jaxllm.errors import InputError
+from jaxllm.files import own
 from jaxllm.train import launch, run
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.process import lock_directory
 from jaxllm.train.run import check_input
 from pallas_kernels import dispatch
 
@@ -301,10 +301,10 @@ def test_the_second_of_two_runs_that_start_together_is_refused_before_it_compile
     out, first = tmp_path / "x", contextlib.ExitStack()
     check_kernels = launch.check_kernels
     monkeypatch.setattr(launch, "compile_step", lambda *a: pytest.fail("it compiles"))
-    monkeypatch.setattr(launch, "check_kernels", lambda c: first.enter_context(lock_directory(out)))
+    monkeypatch.setattr(launch, "check_kernels", lambda c: first.enter_context(own(out)))
     with first:
         message = error_of(capsys, "--config", tiny, "--out_dir", out)
-        assert f"another process is training in out_dir {out}" in message
+        assert f"another process is writing to {out}" in message
         assert out.is_dir()
     assert not out.exists()  # neither wrote anything
     out.mkdir()

@@ -12,6 +12,7 @@ from flax import nnx
 from kernel_checks import names_in
 
 from jaxllm.config import (
+    IGNORE,
     Config,
     GPT2Config,
     Llama3Config,
@@ -21,7 +22,6 @@ from jaxllm.config import (
 )
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
-from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import lossy_stream
 from jaxllm.train import optim, verify
