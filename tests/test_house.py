@@ -102,7 +102,7 @@ def test_imports_run_in_one_direction():
 MOST = {
     "lines of pallas_kernels without bench, explain and torch": 11_500,
     "lines of pallas_kernels/torch": 1_303,
-    "lines of jaxllm": 13_700,
+    "lines of jaxllm": 13_800,
     "public names of pallas_kernels": 20,
     "class names that pallas_kernels has twice": 0,
     "files to follow rms_norm": 3,

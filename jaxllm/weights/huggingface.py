@@ -118,6 +118,11 @@ class HuggingFaceWeights:
 
     def _check(self) -> None:
         """Raises InputError unless the folder has exactly the tensors of its configuration."""
+        if self.config.n_layers > len(self._stored):  # avoids making a huge list of names
+            raise InputError(
+                f"{self.folder} declares {self.config.n_layers} layers, but holds only"
+                f" {len(self._stored)} tensors"
+            )
         table = places(self.config)[0].name
         if tied(self.config) and HEAD in self._stored and table not in self._stored:
             self._stored[table] = self._stored.pop(HEAD)  # one matrix, under its other name
