@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import IGNORE, Config, MeshConfig, load, round_up
+from jaxllm.config import IGNORE, Config, MeshConfig, ModelConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths, open_dataset
@@ -92,7 +92,6 @@ def validation(args: argparse.Namespace) -> str:
     config = None
     if (args.checkpoint / "config.yaml").is_file():
         config = _configuration(args.checkpoint, args.overrides)
-        check_paths(config.data, training=False)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -103,10 +102,12 @@ def validation(args: argparse.Namespace) -> str:
 
     weights = open_weights(args.checkpoint, args.step)
     if config is None:
-        raise InputError(
-            f"{weights.folder} has no config.yaml, which names the data: use --hellaswag or"
-            " --tasks, or copy there the config.yaml of the run that made it"
-        )
+        if not args.overrides:
+            raise InputError(
+                f"{weights.folder} has no config.yaml, which names the data: add --data.path, or use"
+                " --hellaswag or --tasks"
+            )
+        config = _configuration(args.checkpoint, args.overrides, weights.config)
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
@@ -153,8 +154,13 @@ def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
-    """The configuration of the run in `folder`, with the data that the overrides name."""
+def _configuration(
+    folder: Path, overrides: dict[str, str], model: ModelConfig | None = None
+) -> Config:
+    """The configuration of the run in `folder`, with the data that the overrides name.
+
+    model: of a folder that is not a run's; it is evaluated in rows as `jaxllm convert` sets them.
+    """
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
         path = "null" if overrides.get("data.source") == "stdlib" or not paths else paths[0]
@@ -162,7 +168,14 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
     overrides = overrides | ({"data.tokenizer": str(own)} if own.exists() else {})
-    config = load(str(folder / "config.yaml"), overrides)
+    if model is None:
+        config = load(str(folder / "config.yaml"), overrides)
+    else:
+        config = load(f"{model.type}_small", {"data.source": "text"} | overrides)
+        rows = {"batch_size": 8, "seq_len": min(1024, model.max_seq_len)}
+        train = config.train.model_copy(update=rows)
+        config = config.model_copy(update={"model": model, "train": train})
+    check_paths(config.data, training=False)
     if own.exists() and given not in (None, "null"):
         Tokenizer(own).check_same(Tokenizer(given), chats=config.data.source == "chat")
     return config

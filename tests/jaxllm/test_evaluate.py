@@ -21,6 +21,7 @@ from jaxllm.files import read_lines
 from jaxllm.infer import decode, evaluate, generate, scoring
 from jaxllm.infer.scoring import Scorer
 from jaxllm.text import Tokenizer
+from jaxllm.weights import convert
 from jaxllm.weights.pretrained import open_weights
 
 
@@ -52,6 +53,18 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     assert float(perplexity) == pytest.approx(math.exp(expected["loss"]), abs=6e-3)
     a_byte = expected["loss"] * expected["tokens"] / (TEXTS / "text.txt").stat().st_size
     assert float(bits) == pytest.approx(a_byte / math.log(2), abs=2e-4)
+
+
+def test_the_loss_under_a_hugging_face_folder_is_that_of_its_conversion(runs, capsys, tmp_path):
+    theirs, run = runs["llama3"].parent / "theirs", tmp_path / "run"
+    assert convert.main([str(theirs), str(run)]) == 0
+    data, printed = ["--data.path", str(TEXTS / "text.txt")], []
+    for more in (["--checkpoint", str(theirs)], ["--checkpoint", str(run), "--data.source=text"]):
+        capsys.readouterr()
+        assert evaluate.main(data + more) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "loss" in printed[0]
 
 
 def test_the_validation_data_may_be_the_only_data(runs, tmp_path, capsys):
