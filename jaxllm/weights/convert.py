@@ -23,7 +23,7 @@ from jaxllm.config.command_line import Parser, check_exists, check_writable, exi
 from jaxllm.errors import InputError, RunError
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
-from jaxllm.text.files import companions, take_ids, write_text
+from jaxllm.text.files import Pages, companions, take_ids, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,9 +171,8 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     from jaxllm.weights import huggingface, huggingface_config, places
 
-    config = weights.config
-    page = huggingface_config.config_json(config, dtype)
-    tokenizer = _copy_text(weights, folder)
+    config, tokenizer = weights.config, _copy_text(weights, folder)
+    page = huggingface_config.config_json(config, dtype, Pages(folder).model)
     page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (

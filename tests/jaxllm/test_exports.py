@@ -88,6 +88,21 @@ def test_transformers_reads_an_export_as_its_source(family, tmp_path):
         assert tokenizer.prompt(" fox") == right["prompt"]
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_a_mistral_without_a_window_stays_one(text, tmp_path):
+    """transformers 5.24 makes other ids for a Llama: " fox" was 1, 337 instead of 1, 319, 337."""
+    source = folder_of(tmp_path / "source", "mistral", sliding_window=None)
+    if text:
+        shutil.copyfile(TOKENIZER, source / "tokenizer.json")
+    out = converted(converted(source, tmp_path / "run"), tmp_path / "out")
+    page = json.loads((out / "config.json").read_text())
+    assert (page["model_type"], page["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert page["sliding_window"] is None
+    other = converted(folder_of(tmp_path / "llama", "tinyllama"), tmp_path / "other")
+    page = json.loads((converted(other, tmp_path / "back") / "config.json").read_text())
+    assert page["model_type"] == "llama"
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A Hugging Face folder, `theirs`, its run, `ours`, and text as files and as shards."""
