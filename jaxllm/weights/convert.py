@@ -173,7 +173,7 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
     config, tokenizer = weights.config, _copy_text(weights, folder)
     page = huggingface_config.config_json(config, dtype, Pages(folder).model)
-    page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
+    page |= tokenizer.export_to(folder, page["model_type"]) if tokenizer else take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))
@@ -185,9 +185,8 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:
     """Copies what a folder says about text; None, said on the screen, if no tokenizer is read."""
-    run = weights.run
-    given = run and run.data.tokenizer
-    path = folder = weights.text
+    run, path = weights.run, weights.text
+    given, folder = run and run.data.tokenizer, path
     if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
         path = Path(given)
     try:
