@@ -81,7 +81,7 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
 
 
 def _message(key: str, message: Any) -> dict[str, Any]:
-    known = isinstance(message, dict) and (message.get("role") or message.get("value"))
+    known = isinstance(message, dict) and (message.get("role") or message.get("from"))
     if not isinstance(known, str):
         raise InputError(f"{key} must hold messages with role and content, or with from and value")
     if message.get("weight", 1) not in (0, 1, None):
@@ -89,18 +89,18 @@ def _message(key: str, message: Any) -> dict[str, Any]:
     for name, usual in _MASKS.items():
         if (value := message.get(name)) not in (usual, None):
             raise InputError(f"{key}: {name}={value!r:.50} is not read; weight=0 means no loss")
-    if message.get("role"):
-        if isinstance(calls := message.get("tool_calls"), str):
-            message = message | {"tool_calls": (calls and _list("tool_calls", calls)) or None}
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise Refused("a message with neither content nor tool_calls")
-        if (said := message.get("content")) != said:
-            raise InputError(f"{key}: content={said} must be text")
-        return message
-    if message.get("from") not in _ROLES:
-        raise InputError(f"from={message.get('from')!r} must be one of {', '.join(_ROLES)}")
-    said = {"role": _ROLES[message["from"]], "content": known}
-    return said | {key: message[key] for key in ("weight",) if key in message}
+    if not message.get("role"):
+        if known not in _ROLES:
+            raise InputError(f"from={known!r} must be one of {', '.join(_ROLES)}")
+        said = {"role": _ROLES[known], "content": message.get("value")}
+        message = said | {key: message[key] for key in ("weight",) if key in message}
+    if isinstance(calls := message.get("tool_calls"), str):
+        message = message | {"tool_calls": (calls and _list("tool_calls", calls)) or None}
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise Refused("a message with neither content nor tool_calls")
+    if (said := message.get("content")) != said:
+        raise InputError(f"{key}: content={said} must be text")
+    return message
 
 
 def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str, list]:

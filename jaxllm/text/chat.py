@@ -68,8 +68,7 @@ def render(
         if thoughts := [message[key] for key in _THOUGHTS if key in message]:
             messages[i] = {"thinking": thoughts[0]} | message | {_THOUGHTS[0]: thoughts[0]}
     parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
-    page = {"documents": None} | variables
-    shown = lambda messages: _compiled(template).render(page | {"messages": messages})
+    shown = lambda m: _compiled(template).render({"documents": None, **variables, "messages": m})
     try:
         marked = shown(messages)
         if (opened := _opened(messages, marked)) != messages:

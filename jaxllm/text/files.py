@@ -159,7 +159,7 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
-    if (kind := _kind(pages)) in _REBUILT:  # the setting holds, not the file's
+    if (kind := class_of(pages)) in _REBUILT:  # the setting holds, not the file's
         spaced = bool(pages.tokenizer.get("add_prefix_space"))
         if spaced and kind in _REBUILT[:2]:  # only before the text, not before each digit, too
             library.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -228,7 +228,7 @@ def _check_template(post: dict[str, Any], path: Path) -> None:
         raise InputError(f"{path}: its post_processor names {min(lacks)}, which it does not define")
 
 
-def _kind(pages: Pages) -> str:
+def class_of(pages: Pages) -> str:
     """The class that transformers takes for a tokenizer: for a Qwen always the Qwen class."""
     by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
     named = pages.tokenizer.get("tokenizer_class") or pages.config.get("tokenizer_class")
@@ -238,7 +238,7 @@ def _kind(pages: Pages) -> str:
 
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
     """GPT-2's form: bytes as visible characters, and its own regex."""
-    if (kind := _kind(pages)) != "GPT2Tokenizer":
+    if (kind := class_of(pages)) != "GPT2Tokenizer":
         raise InputError(
             f"{folder} has no tokenizer.json, and its vocab.json is not known to be a"
             f" GPT2Tokenizer's (tokenizer_class in tokenizer_config.json: {kind}); if it is, name"
@@ -282,7 +282,7 @@ def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
         token.special |= token.content in names
     present = {token.content for token in [*known.values(), *new]}
     library.add_tokens([*new, *(token for token in named + more if token.content not in present)])
-    if _kind(pages) == "Qwen2Tokenizer":  # which then makes all that have a name special
+    if class_of(pages) == "Qwen2Tokenizer":  # which then makes all that have a name special
         library.add_tokens([AddedToken(x.content, special=True) for x in named + more])
 
 

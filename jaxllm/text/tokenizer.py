@@ -359,11 +359,11 @@ class Tokenizer:
         own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
         files.write_text({files.TOKENIZER: whole} | own, folder)
 
-    def export_to(self, folder: Path) -> dict[str, Any]:
+    def export_to(self, folder: Path, model: str) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.
 
         What the folder said stays as it was.  An end that it did not name, such as data.end_token,
-        is added where transformers looks for ends.
+        is added where transformers looks for ends; a class, if `model` is the type of another.
         """
         found, page = files.take_ids(folder), self._pages.generation
         generates = files.ids(page.get("eos_token_id"))
@@ -376,11 +376,13 @@ class Tokenizer:
             else:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
-        if not (folder / "tokenizer_config.json").exists():
-            page = self._bos_and_eos(next(iter(ends), None))
-            page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-            page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
-            write_json(folder / "tokenizer_config.json", page)
+        path, pages, fast = folder / "tokenizer_config.json", self._pages, "PreTrainedTokenizerFast"
+        if not path.exists():
+            page = self._bos_and_eos(next(iter(ends), None)) | {"tokenizer_class": fast}
+            write_json(path, page | {"clean_up_tokenization_spaces": False})  # keeps spaces
+        elif pages.model != model and "tokenizer_class" not in {*pages.config, *pages.tokenizer}:
+            kind = files.class_of(pages).replace("None", fast)
+            write_json(path, {"tokenizer_class": kind} | pages.tokenizer)
         return found
 
 

@@ -19,7 +19,7 @@ from jaxllm.errors import InputError, RunError
 from jaxllm.files import new_folder, write_json
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
-from jaxllm.text.files import companions, take_ids, write_text
+from jaxllm.text.files import Pages, companions, take_ids, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,10 +156,9 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
 def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     from jaxllm.weights import huggingface, huggingface_config, places
 
-    config = weights.config
-    page = huggingface_config.config_json(config, dtype)
-    tokenizer = _copy_text(weights, folder)
-    page |= tokenizer.export_to(folder) if tokenizer else take_ids(folder)
+    config, tokenizer = weights.config, _copy_text(weights, folder)
+    page = huggingface_config.config_json(config, dtype, Pages(folder).model)
+    page |= tokenizer.export_to(folder, page["model_type"]) if tokenizer else take_ids(folder)
     write_json(folder / "config.json", page, indent=2)
     tensors = (
         (place.name, place.to_theirs(config, {ours: weights.param(ours) for ours in place.ours}))

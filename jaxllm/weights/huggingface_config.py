@@ -321,8 +321,8 @@ def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     return dict(d_ff=None if d_ff == round_up(int(2.667 * d_model), 64) else d_ff)
 
 
-def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A model's config.json (dtype: the weights'); raises InputError if there is none."""
+def config_json(config: ModelConfig, dtype: str, source: str = "") -> dict[str, Any]:
+    """A config.json (source: model_type beside the tokenizer); raises InputError if none fits."""
     kinds = [
         (name, kind)
         for name, kind in KINDS.items()
@@ -337,8 +337,9 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     # A window as long as the longest text has no effect.
     window = getattr(config, "window", None)
     window = None if (window or 0) >= config.max_seq_len else window
-    # transformers' Llama has no window, and heads that divide the width; its Mistral need not.
-    mistral = config.type == "llama3" and (window or config.d_model % config.n_heads)
+    # transformers' Llama has no window, heads that divide the width, and a tokenizer that it builds
+    # anew; its Mistral need not.
+    mistral = window or config.d_model % config.n_heads or source == "mistral"
     name, kind = kinds[-1] if mistral else kinds[0]
     for key, value in (("window", window), ("softcap", getattr(config, "softcap", None))):
         if value is not None and key not in kind.keys:

@@ -311,6 +311,8 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
+        ([{"conversations": [{"from": "gpt", "value": None}]}], {}, "1 refused, a message with ne"),
+        ([{"conversations": [{"value": "A"}]}], {}, "conversations must hold messages with role"),
         ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
         (
             [{"prompt": "Q", "completion": "A", "label": False}],

@@ -88,6 +88,21 @@ def test_transformers_reads_an_export_as_its_source(family, tmp_path):
         assert tokenizer.prompt(" fox") == right["prompt"]
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_a_mistral_without_a_window_stays_one(text, tmp_path):
+    """transformers 5.24 makes other ids for a Llama: " fox" was 1, 337 instead of 1, 319, 337."""
+    source = folder_of(tmp_path / "source", "mistral", sliding_window=None)
+    if text:
+        shutil.copyfile(TOKENIZER, source / "tokenizer.json")
+    out = converted(converted(source, tmp_path / "run"), tmp_path / "out")
+    page = json.loads((out / "config.json").read_text())
+    assert (page["model_type"], page["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert page["sliding_window"] is None
+    other = converted(folder_of(tmp_path / "llama", "tinyllama"), tmp_path / "other")
+    page = json.loads((converted(other, tmp_path / "back") / "config.json").read_text())
+    assert page["model_type"] == "llama"
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A Hugging Face folder, `theirs`, its run, `ours`, and text as files and as shards."""
@@ -184,6 +199,31 @@ def test_a_run_of_ours_becomes_a_folder_that_names_its_end(made, tmp_path, monke
     write(run, {"generation_config.json": dict(eos_token_id=1, top_k=3)})
     content, ids = kept(converted(run, tmp_path / "list"))
     assert json.loads(content["generation_config.json"]) == dict(eos_token_id=[1, *e], top_k=3)
+
+
+CLASSES = {  # model_type beside a tokenizer without a class: the class that its copy needs
+    "gpt2": "GPT2Tokenizer",  # else a Llama's tokenizer has no eos_token in transformers
+    None: "PreTrainedTokenizerFast",
+    "llama": None,  # as the model is
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_tokenizer_from_another_model_keeps_its_class(kind, made, tmp_path, monkeypatch):
+    """Where none is named, transformers takes the class that belongs to the type of the model."""
+    run, end = tmp_path / "run", "<|endoftext|>"
+    shutil.copytree(made / "ours", run)
+    monkeypatch.setattr("jaxllm.weights.checksums.check_folder", lambda *_: None)
+    for name in COMPANIONS:  # as a run on another model's tokenizer
+        (run / name).unlink()
+    write(run, {"token_ids.json": {"model_type": kind}, "tokenizer_config.json": {"e": 1}})
+    back = converted(run, tmp_path / "back")
+    page = json.loads((back / "tokenizer_config.json").read_text())
+    assert (page.pop("e"), page.pop("tokenizer_class", None)) == (1, CLASSES[kind])
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    assert page == (names if kind == "gpt2" else {})
+    before, after = Tokenizer(run), Tokenizer(back)
+    assert (before.bos, before.eos, before.special) == (after.bos, after.eos, after.special)
 
 
 def test_a_folder_without_a_readable_tokenizer_keeps_its_files(made, tmp_path, capsys):

@@ -101,7 +101,7 @@ def test_adapters_with_a_tokenizer_end_and_sample_as_their_base(tmp_path):
     assert (tokenizer.bos, tokenizer.eos, tokenizer.ends) == (296, 294, {293, 295})
     for name in ("run", "merged"):
         tokenizer.copy_to(tmp_path / name)
-    found = tokenizer.export_to(tmp_path / "merged")
+    found = tokenizer.export_to(tmp_path / "merged", "llama")
     assert (found["bos_token_id"], found.get("eos_token_id")) == (296, None)
     for name in ("run", "merged"):
         copy = Tokenizer(tmp_path / name)
