@@ -104,8 +104,8 @@ def validation(args: argparse.Namespace) -> str:
     if config is None:
         if not args.overrides:
             raise InputError(
-                f"{weights.folder} has no config.yaml, which names the data: add --data.path, or use"
-                " --hellaswag or --tasks"
+                f"{weights.folder} has no config.yaml, which names the data: add --data.path, or"
+                " use --hellaswag or --tasks"
             )
         config = _configuration(args.checkpoint, args.overrides, weights.config)
     if config.data.trains_tokenizer:
