@@ -255,8 +255,8 @@ def _quantize(w, bits, group, symmetric, format):
     by_group = lambda a: a.reshape(-1, group or shape[0], shape[1])
     w, chosen = by_group(w), None if kept is None else by_group(kept)
     # A power of 2: in its units no range, sum or square of a group leaves float32.
-    largest = jnp.abs(w).max(1)
-    unit = lax.reduce_precision(largest, 8, 0).clip(2.0**-126, 2.0**126) + 0 * largest
+    unit = lax.reduce_precision(jnp.abs(w).max(1), 8, 0).clip(2.0**-126, 2.0**126)
+    unit += (0 * w).sum(1)  # NaN if one of them is not finite; XLA's max on a CPU may lose it
     w, unit = w / unit[:, None], unit.astype(jnp.bfloat16)
     s, offset = _scales(w, chosen, bits, symmetric, format)
     codes = _encode(w, s, offset, bits, format).reshape(shape)
