@@ -115,11 +115,11 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
 
 
 def one_device() -> bool:
-    """Whether `jax.set_mesh` has set no mesh, or a mesh of one device."""
+    """Whether the layers see one device, as in the caller's own `shard_map` of whole models."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.size < 2 or (mesh.are_all_axes_manual and axis_size(*AXES[1:]) == 1):
         return True
-    if mesh.axis_names != AXES or AxisType.Explicit in mesh.axis_types:
+    if mesh.axis_names != AXES or {AxisType.Auto} != {*mesh.axis_types}:
         kinds = ", ".join({kind.name: None for kind in mesh.axis_types})
         raise ValueError(
             f"the mesh has the axes {', '.join(mesh.axis_names)} ({kinds}), and the layers need"
@@ -185,9 +185,9 @@ def _axes(specs) -> set:
 
 
 def axis_size(*axes: str) -> int:
-    """Number of devices along these axes of the mesh of `jax.set_mesh`; 1 without one."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return prod(shape.get(axis, 1) for axis in axes)
+    """Number of devices along these axes of the mesh of `make_mesh`; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return prod(mesh.shape[axis] for axis in axes) if mesh.axis_names == AXES else 1
 
 
 def split_heads(x: jax.Array) -> jax.Array:

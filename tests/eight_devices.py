@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType
 
 from jaxllm.config import (
     Config,
@@ -33,7 +34,7 @@ from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.layers import Linear
 from jaxllm.models import create
-from jaxllm.sharding import make_mesh
+from jaxllm.sharding import AXES, make_mesh
 from jaxllm.train.estimate import equations
 from jaxllm.train.process import set_xla_flags
 from jaxllm.train.step import Trainer
@@ -254,6 +255,23 @@ def outside(model: str) -> list[float]:
     return found
 
 
+def in_own_shard_map(axes: tuple[str, ...]) -> float:
+    """Largest error of a gradient of whole models in the caller's own shard_map, relative."""
+    graph, params = nnx.split(create(MODELS["llama3"](**EXACT)))
+    grad = jax.grad(lambda params, batch: nnx.merge(graph, params).loss(**batch))
+    shape = (2, 2) if len(axes) == 2 else (4, *[1] * len(axes[1:]))
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+    total = lambda params, batch: jax.lax.psum(grad(params, batch), axes)
+    wrapped = jax.shard_map(
+        total, mesh=mesh, in_specs=(jax.P(), jax.P(axes)), out_specs=jax.P(), check_vma=False
+    )
+    pairs = zip(
+        *map(jax.tree.leaves, (jax.jit(wrapped)(params, batch()), grad(params, batch()))),
+        strict=True,
+    )
+    return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
+
+
 if __name__ == "__main__":
     set_xla_flags(deterministic=False)  # as train.py does
     out = {f"{model}, {pack}": compare(model, pack) for model, pack in WANTED}
@@ -262,5 +280,6 @@ if __name__ == "__main__":
     out["greedy"] = {mesh: greedy(mesh) for mesh in ("one", "data, tensor")}
     out["packed"] = {count: packed_layer(count) for count in (1, 4)}
     out["outside"] = outside("llama3")
+    out["own"] = [in_own_shard_map(axes) for axes in (("dp",), ("fsdp", "tensor"), AXES)]
     out["kernels"] = kernel_shapes("data, fsdp, tensor")
     print(json.dumps(out))

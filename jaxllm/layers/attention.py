@@ -221,4 +221,4 @@ def _to_float8(x, seen):
 
 def _spec(positions):
     """The PartitionSpec of positions: (T,), (B, T) or None."""
-    return P(BATCH, None) if positions is not None and positions.ndim == 2 else P(None)
+    return P(BATCH, None) if getattr(positions, "ndim", 1) == 2 else P(None)

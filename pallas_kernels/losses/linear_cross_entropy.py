@@ -349,7 +349,7 @@ def _backward(o, saved, g):
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
     dx = (dx * g).astype(dx.dtype)
     if like is None:  # with a total
-        return dx, None, None, None, jnp.where(g == 1, dw, jnp.nan)
+        return dx, None, None, None, jnp.where(g == 1, dw, jnp.sqrt(jnp.where(g == 1, 0.0, -1.0)))
     return dx, None if dw is None else (dw * g).astype(like.dtype), None, None, None
 
 

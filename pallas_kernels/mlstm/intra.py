@@ -176,8 +176,8 @@ def a_times(w: ChunkWorker, n, turned: bool):
 
 
 def y_times_x(w: ChunkWorker, n):
-    """Y X^T, summed in the order of the forward's A B^T: where one weight is a row's only one, l / N
-    must be exactly 1 again, or what is left of dP - dh . h may be far larger than the gradient."""
+    """Y X^T, summed in the order of the forward's A B^T: where a row has a single weight, l / N
+    must be exactly 1 again, or what is left of dP - dh . h may far exceed the gradient."""
 
     def one(tile, acc):
         y = ampere.left(square(w, n + 2 * tile))

@@ -256,7 +256,7 @@ def _quantize(w, bits, group, symmetric, format):
     w, chosen = by_group(w), None if kept is None else by_group(kept)
     # A power of 2: in its units no range, sum or square of a group leaves float32.
     unit = lax.reduce_precision(jnp.abs(w).max(1), 8, 0).clip(2.0**-126, 2.0**126)
-    unit = jnp.where(jnp.isfinite(w).all(1), unit, jnp.nan)
+    unit += (0 * w).sum(1)  # NaN if one of them is not finite; XLA's max on a CPU may lose it
     w, unit = w / unit[:, None], unit.astype(jnp.bfloat16)
     s, offset = _scales(w, chosen, bits, symmetric, format)
     codes = _encode(w, s, offset, bits, format).reshape(shape)

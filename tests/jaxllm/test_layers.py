@@ -139,6 +139,17 @@ def test_what_no_layer_takes_is_named(kind, untyped):
             layer(jnp.ones(shape))
 
 
+def test_positions_and_segments_in_a_list_are_named(untyped):
+    x, attends = jnp.ones((1, 2, 8)), Attention(8, 2, rope_theta=1e4, rngs=nnx.Rngs(0))
+    for layer, options in (
+        (attends, dict(positions=[0, 1])),
+        (attends, dict(segment_ids=[[0, 1]])),
+        (VLSTMLayer(8, 2, rngs=nnx.Rngs(0)), dict(segment_ids=[[0, 1]])),
+    ):
+        with pytest.raises(ValueError, match=r"^(positions|segment_ids\S*) must be an array, not "):
+            layer(x, **options)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, LayerNorm, RMSNorm])
 def test_nnx_tabulates_a_layer(kind):
     """tabulate sets methods anew and so made one of a norm's op: no norm ran in this process."""

@@ -212,6 +212,14 @@ def test_a_batch_that_does_not_divide_is_refused():
         check(config, FourTensorDevices)
 
 
+def test_models_run_in_the_callers_own_shard_map(result):
+    """They refused its mesh, or took its axis "tensor" for theirs; each device has all weights."""
+    assert max(result["own"]) < 2e-5
+    ours = AbstractMesh((1, 1, 1, 2), AXES, axis_types=(AxisType.Manual,) * 4)
+    with jax.sharding.use_abstract_mesh(ours), pytest.raises(ValueError, match=r"tensor \(Manual"):
+        per_device(jax.numpy.sin, None, None)
+
+
 @pytest.mark.parametrize(("axes", "kind"), [(AXES, "Explicit"), (("data",), "Auto")])
 def test_a_mesh_that_jax_makes_is_refused_with_the_fix(axes, kind):
     """JAX's own has explicit axes by default, on which `shard_map` reshards nothing."""

@@ -145,3 +145,23 @@ def test_gradients_promote_as_the_op_does(settings, name, implementation):
     for wrap in (lambda f: f, jax.jit):  # JAX differentiates what is jitted after the op returned
         gradients = jax.eval_shape(lambda *a, wrap=wrap: run(wrap, *a), *arrays)
         assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
+
+
+FORMULAS_WITH_NAN = [
+    "cross_entropy",
+    "linear_cross_entropy",
+    "fp8_linear",
+    "mlp_fp8",
+    "quantized_linear",
+]
+
+
+@pytest.mark.parametrize("name", FORMULAS_WITH_NAN)
+def test_only_a_nan_of_the_caller_stops_a_search_for_nan_without_jit(name):
+    """JAX stopped at the NaN that a formula had as a constant, for values that are not finite."""
+    with jax.debug_nans(True), jax.disable_jit():
+        run, arguments = with_gradients(name, "xla")
+        jax.block_until_ready(run(*arguments))
+        (x, *others), whole = arguments
+        with pytest.raises(FloatingPointError, match="nan"):
+            run((x.at[(0,) * x.ndim].set(jnp.nan), *others), whole)
