@@ -56,9 +56,10 @@ class _FeedForward(Layer):
 
     def _joins(self, x: Float[Array, "B T C"]) -> bool:
         """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
-        self.up.check(x)
-        joins, held = all(layer.joins for layer in (*self._wide(), self.down)), self.up.held
-        return joins and (held.casts_apart(x) if isinstance(held, Float8) else one_device())
+        if not all(layer.joins for layer in (*self._wide(), self.down)):
+            return False
+        held = self.up.held
+        return held.casts_apart(x) if isinstance(held, Float8) else one_device()
 
     def _whole(self, x: Float[Array, "B T C"], norm: Norm | None) -> Float[Array, "B T C"]:
         """The whole layer in one op, without the bias of `down`."""
@@ -84,6 +85,7 @@ class MLP(_FeedForward):
         self, x: Float[Array, "B T C"], *, add_bias: bool = True, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; add_bias (False leaves the bias of `down`) and norm as for Linear."""
+        self.up.check(x)
         if self._joins(x):
             y, bias = self._whole(x, norm), self.down.bias
             return plus(y, bias[...]) if add_bias and bias is not None else y
@@ -109,6 +111,7 @@ class GatedMLP(_FeedForward):
         self, x: Float[Array, "B T C"], *, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
+        self.up.check(x)
         if self._joins(x):
             return self._whole(x, norm)
         # model.remat saves these by name.
