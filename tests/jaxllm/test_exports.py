@@ -226,6 +226,19 @@ def test_a_tokenizer_from_another_model_keeps_its_class(kind, made, tmp_path, mo
     assert (before.bos, before.eos, before.special) == (after.bos, after.eos, after.special)
 
 
+def test_a_mistrals_tokenizer_beside_a_gpt2_is_read_as_it_is(tmp_path):
+    """transformers ignores the class that a Mistral's folder names, and would take it here."""
+    theirs = shutil.copytree(FIXTURES / "text" / "llama2", tmp_path / "theirs")
+    write(theirs, {"config.json": {"model_type": "mistral"}})
+    path = tmp_path / "copy" / "tokenizer_config.json"
+    tokenizer = Tokenizer(theirs)
+    for model, named in (("mistral", "LlamaTokenizer"), ("gpt2", "PreTrainedTokenizerFast")):
+        tokenizer.copy_to(path.parent)
+        tokenizer.export_to(path.parent, model)
+        page = json.loads(path.read_text())
+        assert page == tokenizer._pages.tokenizer | {"tokenizer_class": named}
+
+
 def test_a_folder_without_a_readable_tokenizer_keeps_its_files(made, tmp_path, capsys):
     theirs = folder_of(tmp_path / "theirs", "llama3", **IDS)
     write(theirs, {k: x for k, x in COMPANIONS.items() if k != "tokenizer_config.json"})
