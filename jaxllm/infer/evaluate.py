@@ -89,9 +89,9 @@ def _run(args: argparse.Namespace) -> None:
 
 def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    config = None
-    if (args.checkpoint / "config.yaml").is_file():
-        config = _configuration(args.checkpoint, args.overrides)
+    folder, config = args.checkpoint.expanduser(), None
+    if (folder / "config.yaml").is_file():
+        config = _configuration(folder, args.overrides)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -100,14 +100,14 @@ def validation(args: argparse.Namespace) -> str:
     from jaxllm.sharding import make_mesh
     from jaxllm.weights.pretrained import open_weights
 
-    weights = open_weights(args.checkpoint, args.step)
+    weights = open_weights(folder, args.step)
     if config is None:
         if not args.overrides:
             raise InputError(
                 f"{weights.folder} has no config.yaml, which names the data: add --data.path, or"
                 " use --hellaswag or --tasks"
             )
-        config = _configuration(args.checkpoint, args.overrides, weights.config)
+        config = _configuration(weights.text, args.overrides, weights.config)
     if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"

@@ -55,11 +55,14 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     assert float(bits) == pytest.approx(a_byte / math.log(2), abs=2e-4)
 
 
-def test_the_loss_under_a_hugging_face_folder_is_that_of_its_conversion(runs, capsys, tmp_path):
+def test_the_loss_under_a_hugging_face_folder_is_that_of_its_conversion(
+    runs, capsys, tmp_path, monkeypatch
+):
     theirs, run = runs["llama3"].parent / "theirs", tmp_path / "run"
+    monkeypatch.setenv("HOME", str(theirs.parent))
     assert convert.main([str(theirs), str(run)]) == 0
     data, printed = ["--data.path", str(TEXTS / "text.txt")], []
-    for more in (["--checkpoint", str(theirs)], ["--checkpoint", str(run), "--data.source=text"]):
+    for more in (["--checkpoint=~/theirs"], [f"--checkpoint={run}", "--data.source=text"]):
         capsys.readouterr()
         assert evaluate.main(data + more) == 0
         printed.append(capsys.readouterr().out)
