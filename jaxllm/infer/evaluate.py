@@ -23,6 +23,7 @@ from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint
 from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
+from jaxllm.weights.convert import train_section
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
 ENDINGS = 4  # endings per question of HellaSwag
@@ -89,9 +90,9 @@ def _run(args: argparse.Namespace) -> None:
 
 def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    folder, config = args.checkpoint.expanduser(), None
-    if (folder / "config.yaml").is_file():
-        config = _configuration(folder, args.overrides)
+    config = None
+    if (args.checkpoint / "config.yaml").is_file():
+        config = _configuration(args.checkpoint, args.overrides)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -100,7 +101,7 @@ def validation(args: argparse.Namespace) -> str:
     from jaxllm.sharding import make_mesh
     from jaxllm.weights.pretrained import open_weights
 
-    weights = open_weights(folder, args.step)
+    weights = open_weights(args.checkpoint, args.step)
     if config is None:
         if not args.overrides:
             raise InputError(
@@ -159,7 +160,7 @@ def _configuration(
 ) -> Config:
     """The configuration of the run in `folder`, with the data that the overrides name.
 
-    model: of a folder that is not a run's; it is evaluated in rows as `jaxllm convert` sets them.
+    model: of a folder that is not a run's; it is evaluated in the rows that convert would train.
     """
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
@@ -172,9 +173,7 @@ def _configuration(
         config = load(str(folder / "config.yaml"), overrides)
     else:
         config = load(f"{model.type}_small", {"data.source": "text"} | overrides)
-        rows = {"batch_size": 8, "seq_len": min(1024, model.max_seq_len)}
-        train = config.train.model_copy(update=rows)
-        config = config.model_copy(update={"model": model, "train": train})
+        config = config.model_copy(update={"model": model, "train": train_section(model)})
     check_paths(config.data, training=False)
     if own.exists() and given not in (None, "null"):
         Tokenizer(own).check_same(Tokenizer(given), chats=config.data.source == "chat")

@@ -228,12 +228,17 @@ def _check_template(post: dict[str, Any], path: Path) -> None:
         raise InputError(f"{path}: its post_processor names {min(lacks)}, which it does not define")
 
 
-def class_of(pages: Pages) -> str:
-    """The class that transformers takes for a tokenizer: for a Qwen always the Qwen class."""
+def class_of(pages: Pages) -> str | None:
+    """The class that transformers takes for a tokenizer: for a Qwen always the Qwen class.
+
+    None: no file names one, and it depends on the type of the model.
+    """
     by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
     named = pages.tokenizer.get("tokenizer_class") or pages.config.get("tokenizer_class")
     named = named or by_model.get(pages.model)
-    return "Qwen2Tokenizer" if pages.model.startswith("qwen") else str(named).removesuffix("Fast")
+    if pages.model.startswith("qwen"):
+        return "Qwen2Tokenizer"
+    return None if named is None else str(named).removesuffix("Fast")
 
 
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:

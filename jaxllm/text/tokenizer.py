@@ -377,16 +377,15 @@ class Tokenizer:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
         path, pages = folder / "tokenizer_config.json", self._pages
-        as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast"}  # reads tokenizer.json so
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}  # reads tokenizer.json as it is
         if not path.exists():
-            page = self._bos_and_eos(next(iter(ends), None)) | as_it_is
+            page = self._bos_and_eos(next(iter(ends), None)) | plain
             write_json(path, page | {"clean_up_tokenization_spaces": False})  # keeps spaces
         elif pages.model == "mistral" != model:  # transformers then takes no class that is named
-            write_json(path, pages.tokenizer | as_it_is)
+            write_json(path, pages.tokenizer | plain)
         elif pages.model != model and "tokenizer_class" not in {*pages.config, *pages.tokenizer}:
             kind = files.class_of(pages)
-            given = as_it_is if kind == "None" else {"tokenizer_class": kind}
-            write_json(path, given | pages.tokenizer)
+            write_json(path, ({"tokenizer_class": kind} if kind else plain) | pages.tokenizer)
         return found
 
 

@@ -13,7 +13,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from jaxllm.config import FORMATS, Config, DataConfig, OptimizerConfig, TrainConfig
+from jaxllm.config import FORMATS, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import new_folder, write_json
@@ -114,6 +114,11 @@ def convert(args: argparse.Namespace, packing) -> None:
     print(f"{out}: {weights.config.type}, {counted(weights.config.n_layers, 'layer')}; {result}")
 
 
+def train_section(model: ModelConfig) -> TrainConfig:
+    """How a model from the folder of others is trained, where nothing else is said."""
+    return TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len))
+
+
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
     from jaxllm.weights import adapters, checksums, huggingface, packed, pretrained
@@ -125,7 +130,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
         run = Config(
             model=model.model_copy(update={"init_from": init_from}),
             data=DataConfig(tokenizer=tokenizer),
-            train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
+            train=train_section(model),
             optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
         )
     if merge:
