@@ -33,7 +33,7 @@ from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, segmented: bool) -> Tiles:
-    """The fastest on an H100; docs/attention.md has the others."""
+    """The fastest on an H100; docs/attention-tiles.md has the others."""
     if head_dim <= 80 and not segmented:
         return Tiles(2, 128, 3, True, 16)
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64

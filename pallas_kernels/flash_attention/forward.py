@@ -45,7 +45,7 @@ LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
 def tiles(head_dim: int, segmented: bool) -> Tiles:
-    """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
+    """The fastest on an H100 that fit beside the ids; docs/attention-tiles.md has the others."""
     if head_dim <= 80:
         return Tiles(3, 128, 3, True, 16)
     if head_dim == 112:

@@ -11,7 +11,7 @@ the backward pass recomputes P (Dao et al. 2022, "FlashAttention").  With P = ex
 
 The dQ kernel owns queries and streams keys, the dK/dV kernel owns keys and streams queries: seven
 matmuls where one fused kernel would do five, but no sum crosses blocks, so every run gives the same
-result bit for bit.  docs/attention.md has what the fused kernel took.
+result bit for bit.  docs/attention-tiles.md has what the fused kernel took.
 
 This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
 in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py

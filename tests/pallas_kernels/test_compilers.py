@@ -50,7 +50,7 @@ def test_no_kernel_spills_or_waits_for_each_wgmma(spec):
 
 
 # The kernels for every GPU, on the oldest one and on the newest.  The large tiles of attention on
-# 8.0 and 9.0 spill a little, and are faster so on an H100 (docs/attention.md).
+# 8.0 and 9.0 spill a little, and are faster so on an H100 (docs/attention-tiles.md).
 ATTENTION = ("general_attention_forward", "general_attention_backward_dkv")
 VLSTM = (
     *("vlstm_states", "vlstm_forward"),
