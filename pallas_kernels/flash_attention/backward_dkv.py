@@ -33,7 +33,7 @@ from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int, softcap: float | None) -> Tiles:
-    """The fastest on an H100 (others: docs/attention-tiles.md).  Warpgroups pair up in blocks of ROWS."""
+    """The fastest on an H100 (docs/attention-tiles.md).  Warpgroups pair up in blocks of ROWS."""
     if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
         return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 128:
