@@ -25,7 +25,8 @@ from jaxllm.train.programs import find_or_compile
 from jaxllm.train.step import NONE, Trainer, TrainState
 from jaxllm.train.verify import Canary
 from jaxllm.weights.adapters import AdapterWeights, Base, load_base
-from jaxllm.weights.pretrained import RunWeights, check_weights, load_params, open_weights
+from jaxllm.weights.pretrained import check_weights, load_params, open_weights
+from jaxllm.weights.run import RunWeights
 from pallas_kernels import dispatch
 
 

@@ -11,7 +11,7 @@ folder of peft (https://github.com/huggingface/peft) has the same in two files:
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,8 @@ from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, open_sa
 from jaxllm.weights.huggingface_config import Page, validated
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import map_params, named_params, places
+from jaxllm.weights.run import RunWeights
 from pallas_kernels.quantized.formats import dequantize
-
-if TYPE_CHECKING:
-    from jaxllm.weights.pretrained import RunWeights
 
 PAGE, ARRAYS = ADAPTERS, "adapter_model.safetensors"
 # What a page of peft may say besides what is off: it is read below, or changes no result.
@@ -71,7 +69,7 @@ class AdapterWeights:
 
     folder: Path
     config: ModelConfig  # of the model with the adapters
-    base: "HuggingFaceWeights | RunWeights | PackedWeights"
+    base: HuggingFaceWeights | RunWeights | PackedWeights
     arrays: dict[str, np.ndarray]
     expected: Base | None  # that they were trained on; None where a peft folder does not say
     run: Config | None = None  # None for a peft folder
@@ -170,7 +168,7 @@ def params_in_turn(weights, names: Iterable[str]) -> Iterator:
     return map(weights.param, names)
 
 
-def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:
+def of_run(run: RunWeights, open_weights: Callable) -> AdapterWeights:
     """The adapters of a checkpoint; raises InputError if they or their base are damaged."""
     expected = Base(**run.about["base"])
     base = _open_base(run.folder, expected.path, expected.step, open_weights)

@@ -121,7 +121,8 @@ def train_section(model: ModelConfig) -> TrainConfig:
 
 def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     """Writes packed weights, the adapters of a run, or what `jaxllm train` starts from."""
-    from jaxllm.weights import adapters, checksums, huggingface, packed, pretrained
+    from jaxllm.weights import adapters, checksums, huggingface, packed
+    from jaxllm.weights.run import write_checkpoint
 
     tokenizer = str(out / "tokenizer.json") if _copy_text(weights, folder) else None
     run, model = weights.run, weights.config
@@ -153,7 +154,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
         )
     check_writable(out, checkpoints=True)
     about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
-    pretrained.write_checkpoint(folder / "checkpoints", weights, about)
+    write_checkpoint(folder / "checkpoints", weights, about)
     train = f"jaxllm train --config {shlex.quote(str(out / 'config.yaml'))}"
     return f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
 

@@ -17,7 +17,7 @@ from jaxllm import config as configs
 from jaxllm.errors import InputError, RunError, memory_errors, quiet_orbax
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights.checksums import array_checksums
-from jaxllm.weights.pretrained import RunWeights
+from jaxllm.weights.run import RunWeights
 
 ABOUT = {"samples": 0}
 
