@@ -34,7 +34,7 @@ SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several fi
 AHEAD = 4
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-_DTYPES = "F32 or F16 or BF16 or F64"
+DTYPES = "F32 or F16 or BF16 or F64"
 # Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
     r"transformer\.h\.\d+\.attn\.(masked_)?bias|(.+\.)?rope\.freqs"
@@ -124,10 +124,8 @@ class HuggingFaceWeights:
                 f" {len(self._stored)} tensors"
             )
         for name in itertools.filterfalse(_BUFFERS.fullmatch, self._stored):
-            if (dtype := self._slice(name).get_dtype()) not in _DTYPES.split():
-                raise InputError(
-                    f"{self.folder}: {name!r} is {dtype}, not {_DTYPES}; {UNQUANTIZED}"
-                )
+            if (dtype := self._slice(name).get_dtype()) not in DTYPES.split():
+                raise InputError(f"{self.folder}: {name!r} is {dtype}, not {DTYPES}; {UNQUANTIZED}")
         table = places(self.config)[0].name
         if tied(self.config) and HEAD in self._stored and table not in self._stored:
             self._stored[table] = self._stored.pop(HEAD)  # one matrix, under its other name
@@ -252,9 +250,9 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
     for name in names:
         files[name] = open_safetensors(folder / name)
         for tensor in files[name].keys():
-            if tensor in stored and not np.array_equal(
-                *(files[x].get_tensor(tensor) for x in (stored[tensor][0], name))
-            ):
+            pair = [files[x].get_slice(tensor) for x in (stored.get(tensor, (name,))[0], name)]
+            plain = {x.get_dtype() for x in pair} <= set(DTYPES.split())  # others: refused later
+            if tensor in stored and plain and not np.array_equal(*(x[...] for x in pair)):
                 raise InputError(
                     f"{folder}: {tensor!r} differs in {stored[tensor][0]} and {name}; tensors that"
                     " are split over files are not supported"
