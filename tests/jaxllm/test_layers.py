@@ -157,6 +157,28 @@ def test_nnx_tabulates_a_layer(kind):
     assert kind.__name__ in nnx.tabulate(layer, normal(0, 1, 3, 8))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shapes"),
+    [
+        (LayerNorm, (8,), [(1, 3, 8)]),
+        (RMSNorm, (8,), [(1, 3, 8)]),
+        (HeadLayerNorm, (2, 4), [(1, 3, 2, 4)] * 2),
+        (Attention, (8, 2), [(1, 3, 8)]),
+        (GatedMLP, (8, 16), [(1, 3, 8)]),
+    ],
+)
+def test_a_linen_module_may_have_any_layer(kind, sizes, shapes):
+    """nnx.bridge gives every module rngs, which the norms refused."""
+    arrays = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    layer = nnx.bridge.to_linen(kind, *sizes)
+    found, variables = layer.init_with_output(jax.random.key(0), *arrays)
+    assert set(variables) == {"params"}
+    own = kind(*sizes, rngs=nnx.Rngs(0))
+    state = nnx.state(own, nnx.Param)
+    nnx.update(own, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(variables)))
+    close(found, own(*arrays))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
 def test_no_rows_and_no_tokens_give_empty_results(kind):
     model = create(tiny(kind))
