@@ -427,9 +427,13 @@ def main(argv: list[str] | None = None) -> int:
     sizes = dict(case.sizes[0])
     for word in given.size:
         axis, _, size = word.partition("=")
-        if axis not in sizes or not size.isdecimal() or int(size) < 1:
-            parser.error(f"{word} is not AXIS=N with an axis of {', '.join(sizes)}")
-        sizes[axis] = int(size)
+        n = int(size) if size.isdecimal() and len(size) < 11 else 0
+        if axis not in sizes or not 0 < n < 2**31:  # JAX counts in 32 bits
+            axes = ", ".join(sizes)
+            parser.error(
+                f"{word:.40} is not AXIS=N with an axis of {axes} and N from 1 to 2^31 - 1"
+            )
+        sizes[axis] = n
     try:
         found = plan(case, sizes, measure=jax.default_backend() == "gpu")
         if given.picture:

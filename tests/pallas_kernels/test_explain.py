@@ -186,6 +186,11 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
     for words, why in (
         (["rms_norm", "T=64"], "T=64 is not AXIS=N with an axis of N, C"),
         (["rms_norm", "N=0"], "N=0 is not AXIS=N"),
+        (["linear_cross_entropy", f"V={2**31}"], "V=2147483648 is not AXIS=N with an axis of"),
+        (
+            ["rms_norm", f"N={'9' * 5000}"],
+            "9 is not AXIS=N with an axis of N, C and N from 1 to 2^31",
+        ),
         (
             ["attention", "--variant", "half"],
             "--variant half is not one of documents, full, packed, window 1024",
