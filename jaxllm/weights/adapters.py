@@ -214,8 +214,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
     keys = Page({"peft_type": None} | page, folder / PAGE)  # the type is named before its keys
-    usual = {"peft_type": "LORA", "bias": "none"}
-    free = _FREE | {key for key in usual if page.get(key) == usual[key]}
+    free = _FREE | {k for k, v in (("peft_type", "LORA"), ("bias", "none")) if page.get(k) == v}
     if page.get("init_lora_weights") in (True, "gaussian", "orthogonal"):
         free.add("init_lora_weights")  # other ways to draw them change the base, too
     keys.refuse_rest(free, "merge with peft's merge_and_unload")
