@@ -23,7 +23,8 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and m
 OPS = sorted({case.op for case in CASES})  # of the command
 _SMEM = 227 * 1024  # of an SM, for blocks
 _THREADS = 2048  # of an SM
+_NUMBERS = {bool, int, float, NoneType}
 
 
 class TracedKernel(NamedTuple):
@@ -173,7 +175,9 @@ def explain(op: str, *arrays, measure: bool = False, **options) -> CallPlan:
     if op not in ops:
         raise ValueError(f"op={op!r} is not one of {', '.join(ops)}")
     bound = inspect.signature(getattr(pallas_kernels, op)).bind(*arrays, **options)
-    return plan(*_case(op, bound.arguments), measure)
+    parameters, given = bound.signature.parameters, bound.arguments.items()
+    taken = {name: _as_taken(parameters[name].annotation, x) for name, x in given}
+    return plan(*_case(op, taken), measure)
 
 
 def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> CallPlan:
@@ -201,6 +205,15 @@ def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> CallPlan:
     extra = "".join(f", {name}={value!r}" for name, value in case.options.items())
     device = jax.devices()[0].device_kind if on_gpu else "an H100 (here is no GPU)"
     return CallPlan(f"{case.op}({shown}{extra})", decision, device, mosaic.sm_count(), tops, parts)
+
+
+def _as_taken(annotation, x):
+    """An argument as the op takes it: Python's number for an option, and dtypes that JAX has."""
+    if _NUMBERS.issuperset(get_args(annotation) or [annotation]) and getattr(x, "ndim", 1) == 0:
+        return x.item()
+    dtype = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype)
+    struct = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype(leaf)) if _is_array(leaf) else leaf
+    return jax.tree.map(struct, x)
 
 
 def _case(op: str, arguments: dict[str, Any]) -> tuple[Case, dict[str, int]]:
@@ -414,9 +427,13 @@ def main(argv: list[str] | None = None) -> int:
     sizes = dict(case.sizes[0])
     for word in given.size:
         axis, _, size = word.partition("=")
-        if axis not in sizes or not size.isdecimal() or int(size) < 1:
-            parser.error(f"{word} is not AXIS=N with an axis of {', '.join(sizes)}")
-        sizes[axis] = int(size)
+        n = int(size) if size.isdecimal() and len(size) < 11 else 0
+        if axis not in sizes or not 0 < n < 2**31:  # JAX counts in 32 bits
+            axes = ", ".join(sizes)
+            parser.error(
+                f"{word:.40} is not AXIS=N with an axis of {axes} and N from 1 to 2^31 - 1"
+            )
+        sizes[axis] = n
     try:
         found = plan(case, sizes, measure=jax.default_backend() == "gpu")
         if given.picture:

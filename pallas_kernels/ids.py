@@ -68,10 +68,10 @@ def _words(x: Ids) -> list[jax.Array]:
 
 
 def _checked(name: str, x: Ids) -> Ids:
-    """x, from numpy as int32 if that holds its numbers.  Raises ValueError for floats and lists."""
+    """x, from numpy as int32 if that holds x.  Raises ValueError for what holds no ids."""
     if not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, not {type(x).__name__}: pass np.array({name})")
-    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == bool and name != "positions")):
         raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
     if isinstance(x, np.ndarray) and (not x.size or _LEAST <= x.min() <= x.max() <= _MOST):
         return x.astype(np.int32)

@@ -15,7 +15,7 @@ from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, Norm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
-from pallas_kernels import Packed, attention, decode_attention, rms_norm, rope
+from pallas_kernels import Packed, attention, decode_attention, ids, rms_norm, rope
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
@@ -70,7 +70,7 @@ class Attention(Layer):
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
-        factor = rope_scaling and rope_scaling.attention_factor
+        factor = getattr(rope_scaling, "attention_factor", None)  # rope refuses another type
         self.scale = factor and factor**2 / head_dim**0.5
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
@@ -92,8 +92,7 @@ class Attention(Layer):
         """
         self.q.check(x, "B T C")
         B, T, _ = x.shape
-        if positions is None:
-            positions = jnp.arange(T)
+        positions = jnp.arange(T) if positions is None else ids.saturated("positions", positions)
         qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
         qkv = qkv.reshape(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         specs = HEADS, _spec(positions), P(BATCH, None), P()

@@ -242,7 +242,7 @@ class Linear(Layer):
             raise ValueError(f"x must be an array, not {type(x).__name__}: pass jnp.asarray(x)")
         if axes is not None:
             check_axes(axes, x=x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):  # the weight would be cast to it
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:  # W is cast to it
             raise ValueError(f"x is {x.dtype}: cast it to bfloat16, float16 or float32")
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x has shape {x.shape}, not (..., in_features={self.in_features})")

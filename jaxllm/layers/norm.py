@@ -32,6 +32,7 @@ class Norm(Layer):
         eps: float = 1e-5,
         dtype=None,
         implementation: Implementation | None = None,
+        rngs: nnx.Rngs | None = None,  # unread, but passed by code for any layer (nnx.bridge)
     ):
         self.weight = nnx.Param(jnp.ones(features, jnp.float32), axes=())
         self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if self.centered else None
@@ -101,6 +102,7 @@ class HeadLayerNorm(Layer):
         *,
         eps: float = 1e-6,
         implementation: Implementation | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
         # Stored flat, because weight decay applies to every parameter with two axes.
         self.weight = nnx.Param(jnp.ones(heads * head_dim, jnp.float32), axes=("tensor",))

@@ -115,6 +115,8 @@ class LanguageModel(Layer):
 
     def __init__(self, config: ModelConfig, *, fp8: str = "none", rngs: nnx.Rngs):
         """fp8: which matmuls of `loss` take fp8 operands, a value of `train.fp8`."""
+        if fp8 not in ("none", "matmuls", "all"):
+            raise ValueError(f"fp8={fp8!r} is not one of none, matmuls, all")
         self.config, self.fp8_head = config, fp8 == "all"
         # Caps the logits as cap tanh(z / cap); None: no cap.
         self.logit_soft_cap = getattr(config, "logit_soft_cap", None)

@@ -27,7 +27,7 @@ from jaxllm.models import create
 from jaxllm.sharding import put
 from jaxllm.text.files import ADAPTERS, find_base
 from jaxllm.weights.checksums import array_checksums, joint_checksum
-from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, open_safetensors
+from jaxllm.weights.huggingface import DTYPES, HuggingFaceWeights, check_finite, open_safetensors
 from jaxllm.weights.huggingface_config import Page, validated
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import map_params, named_params, places
@@ -211,12 +211,10 @@ def _places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
 def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     """The adapters in a folder of peft; raises InputError for what is not supported."""
     page = read_json(folder / PAGE)
-    keys = Page(page, folder / PAGE)
-    keys.only("peft_type", "LORA")
-    keys.only("bias", "none")
-    # Other ways to draw them change the base, too.
-    drawn = page.get("init_lora_weights") in (True, "gaussian", "orthogonal")
-    free = {*_FREE, "init_lora_weights"} if drawn else _FREE
+    keys = Page({"peft_type": None} | page, folder / PAGE)  # the type is named before its keys
+    free = _FREE | {k for k, v in (("peft_type", "LORA"), ("bias", "none")) if page.get(k) == v}
+    if page.get("init_lora_weights") in (True, "gaussian", "orthogonal"):
+        free.add("init_lora_weights")  # other ways to draw them change the base, too
     keys.refuse_rest(free, "merge with peft's merge_and_unload")
     path = page.get("base_model_name_or_path")
     if not isinstance(path, str) or not path:
@@ -253,14 +251,14 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     arrays = {ours: np.zeros(shape, np.float32) for ours, shape in shapes.items()}
     for theirs in stored:
         ours = known[theirs][0]
+        if (dtype := file.get_slice(theirs).get_dtype()) not in DTYPES.split():
+            raise InputError(f"{folder / ARRAYS}: {theirs} is {dtype}, not {DTYPES}")
         x = file.get_tensor(theirs).T
         if x.shape != shapes[ours]:
             raise InputError(
                 f"{folder / ARRAYS} is of another model than {path}: {theirs} is"
                 f" {list(x.T.shape)}, that model needs {list(shapes[ours])[::-1]}"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise InputError(f"{folder / ARRAYS}: {theirs} is {x.dtype}, not floating point")
         arrays[ours] = np.array(x, np.float32, order="C")
         check_finite(arrays[ours], theirs)
     expected = Base(path, step, checksum) if checksum else None

@@ -25,7 +25,7 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError
 from jaxllm.files import read_json, write_json
 from jaxllm.weights import meta
-from jaxllm.weights.huggingface_config import KINDS, model_config
+from jaxllm.weights.huggingface_config import KINDS, UNQUANTIZED, model_config
 from jaxllm.weights.places import places, tied
 
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
@@ -34,7 +34,7 @@ SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several fi
 AHEAD = 4
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-_READABLE = ("F32", "F16", "BF16", "F64")
+DTYPES = "F32 or F16 or BF16 or F64"
 # Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
     r"transformer\.h\.\d+\.attn\.(masked_)?bias|(.+\.)?rope\.freqs"
@@ -123,6 +123,9 @@ class HuggingFaceWeights:
                 f"{self.folder} declares {self.config.n_layers} layers, but holds only"
                 f" {len(self._stored)} tensors"
             )
+        for name in itertools.filterfalse(_BUFFERS.fullmatch, self._stored):
+            if (dtype := self._slice(name).get_dtype()) not in DTYPES.split():
+                raise InputError(f"{self.folder}: {name!r} is {dtype}, not {DTYPES}; {UNQUANTIZED}")
         table = places(self.config)[0].name
         if tied(self.config) and HEAD in self._stored and table not in self._stored:
             self._stored[table] = self._stored.pop(HEAD)  # one matrix, under its other name
@@ -151,15 +154,12 @@ class HuggingFaceWeights:
         wrong = (("lacks", missing), ("has no place for", extra), ("holds", odd))
         several = lambda x: ", ".join(x[:3]) + f" and {len(x) - 3} more" * (len(x) > 3)
         if found := [f"{verb} {several(names)}" for verb, names in wrong if names]:
-            headless = any(name.startswith(HEAD) for name in missing)
+            headless = table in shapes and any(name.startswith(HEAD) for name in missing)
             fix = "; tie_word_embeddings=true uses the embedding as the head" * headless
             raise InputError(
                 f"{self.folder} is no {self.config.type} of {self.config.n_layers} layers as its"
                 f" configuration says: it {', '.join(found)}{fix}"
             )
-        for name in wanted:
-            if (dtype := self._slice(name).get_dtype()) not in _READABLE:
-                raise InputError(f"{self.folder}: {name} is {dtype}, not {' or '.join(_READABLE)}")
 
     def _head_is_embedding(self, name: str) -> bool:
         head, table = self._slice(HEAD), self._slice(name)
@@ -198,8 +198,8 @@ def unread_in(folder: Path) -> str:
     for path in sorted(folder.glob("*.*")):
         if not path.exists():  # the Hub's cache copied without the files that it links to
             return f"; {path.name} is a link to {path.readlink()}, which does not exist: cp -rL"
-    kinds = dict.fromkeys(("bin", "pth", "pt"), "a pickle, which is never opened")
-    kinds |= dict.fromkeys(("gguf", "h5", "msgpack", "onnx"), "of another format than safetensors")
+    kinds = dict.fromkeys(("bin", "pth", "pt", "ckpt"), "a pickle, which is never opened")
+    kinds |= dict.fromkeys(("gguf", "h5", "msgpack", "onnx", "npz"), "of another format")
     for end, kind in kinds.items():
         for path in sorted(folder.glob(f"*.{end}")):
             return f"; {path.name} is {kind}: write safetensors with save_pretrained"
@@ -212,8 +212,9 @@ def open_safetensors(path: Path) -> Any:
         # pyrefly: ignore[missing-attribute]
         return safe_open(path, "numpy").__enter__()
     except (SafetensorError, OSError) as e:
-        fix = "; if it is a pointer of Git LFS, run git lfs pull"
-        fix = fix * (path.stat().st_size < 1000) if path.is_file() else unread_in(path.parent)
+        pointer = "; if it is a pointer of Git LFS, run git lfs pull"
+        pointer *= path.is_file() and path.stat().st_size < 1000
+        fix = pointer or unread_in(path.parent) * (not path.is_file()) or "; fetch it again"
         why = f"{' '.join(str(e).split())}{fix}"
         raise InputError(f"{path} cannot be read as safetensors: {why}") from e
 
@@ -229,7 +230,7 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
         return parts, {}
     if not (folder / INDEX).is_file():
         others = sorted(p.name for p in folder.glob("*.safetensors") if p.exists())
-        held = f"; {others[0]} is neither" if others else unread_in(folder)
+        held = f"; rename {others[0]}, or fetch the index" if others else unread_in(folder)
         raise InputError(f"{folder} holds no {SINGLE} and no {INDEX}{held}")
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
@@ -249,12 +250,15 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
     for name in names:
         files[name] = open_safetensors(folder / name)
         for tensor in files[name].keys():
-            if tensor in stored:
+            pair = [files[x].get_slice(tensor) for x in (stored.get(tensor, (name,))[0], name)]
+            plain = {x.get_dtype() for x in pair} <= set(DTYPES.split())  # others: refused later
+            if tensor in stored and plain and not np.array_equal(*(x[...] for x in pair)):
                 raise InputError(
-                    f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; tensors that"
+                    f"{folder}: {tensor!r} differs in {stored[tensor][0]} and {name}; tensors that"
                     " are split over files are not supported"
                 )
-            stored[tensor] = (name, tensor)
+            if tensor not in stored or listed.get(tensor) == name:
+                stored[tensor] = (name, tensor)
     for tensor, name in listed.items():
         if stored.get(tensor, ("",))[0] != name:
             raise InputError(f"{folder / INDEX} puts {tensor!r} into {name!r}, where it is not")

@@ -19,6 +19,11 @@ from jaxllm.text.files import APPLIED, OTHERS
 from jaxllm.weights.places import tied
 
 _REMOVE = "if it does not affect the model's result, remove it"
+UNQUANTIZED = (
+    "of quantized weights only our own packing is read: name the folder of the unquantized model,"
+    " and pack it with jaxllm convert --quantize, or with model.quantize for LoRA"
+)
+_FACTS = r"(?:quant_method|\w*quant_(?:type|algo)|\w*bits|load_in_\dbit)': (?!False|None)['\w.-]+"
 NEEDED = object()  # the "default" of a required key
 
 
@@ -160,8 +165,6 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
     name = page.get("model_type")
     if not isinstance(name, str) or name not in KINDS:
         raise InputError(f"{path}: model_type={name!r} is not one of {', '.join(KINDS)}")
-    if page.get("quantization_config"):
-        raise InputError(f"{path}: quantization_config: quantized weights are not supported")
     kind = KINDS[name]
     keys = Page(page, path, kind.aliases)
     keys.only("is_causal", True)
@@ -235,7 +238,11 @@ class Page:
                 continue
             whole = isinstance(value, list) and value == ["full_attention"] * len(value)
             if not whole and value not in (None, False, "", {}):
-                raise InputError(f"{self.path}: {key}={value!r:.100} is not supported; {fix}")
+                said = f"{value!r:.100}"
+                if key.startswith(("quantization", "compression_config")):
+                    facts = ", ".join(dict.fromkeys(re.findall(_FACTS, repr(value)))) or said
+                    said, fix = facts.replace("'", ""), UNQUANTIZED
+                raise InputError(f"{self.path}: {key}={said} is not supported; {fix}")
 
 
 # Llama 3.1's scaling where no wavelength is short: position interpolation (Chen et al. 2023).

@@ -333,7 +333,9 @@ def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
         open_weights(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "tf_model.h5"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.gguf", "tf_model.h5", "model.npz", "a.ckpt"]
+)
 def test_weights_of_another_format_are_named_with_the_way_out(name, tmp_path):
     folder = folder_of(tmp_path / "hf", "llama3")
     (folder / "model.safetensors").rename(folder / name)
@@ -421,3 +423,97 @@ def test_tensors_are_read_ahead_in_order_and_only_a_few():
         consume()
     assert found == list(range(15))
     assert 1 < most <= AHEAD + 1
+
+
+def quantized(*names, dtype=np.int32):
+    """Tensors as another program's quantization stores a matrix: under these names."""
+    tensors = weights_of("llama3")
+    matrix = "model.layers.1.self_attn.q_proj."
+    kept = {key: x for key, x in tensors.items() if not key.startswith(matrix)}
+    return kept | {f"{matrix}{name}": np.ones((32, 2), dtype) for name in names}
+
+
+FOREIGN = {  # the section of config.json, what is said of it, tensors
+    "gptq": (
+        dict(bits=4, checkpoint_format="gptq", damp_percent=0.01, desc_act=False, group_size=128,
+             model_file_base_name=None, quant_method="gptq"),
+        "bits: 4, quant_method: gptq",
+        quantized("qweight", "qzeros", "g_idx"),
+    ),
+    "bitsandbytes": (
+        dict(bnb_4bit_quant_type="nf4", load_in_4bit=True, load_in_8bit=False, _load_in_4bit=True,
+             quant_method="bitsandbytes"),
+        "bnb_4bit_quant_type: nf4, load_in_4bit: True, quant_method: bitsandbytes",
+        quantized("weight", "weight.absmax", dtype=np.uint8),
+    ),
+    "compressed-tensors": (
+        dict(config_groups={"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+             format="pack-quantized", quant_method="compressed-tensors"),
+        "num_bits: 4, quant_method: compressed-tensors",
+        quantized("weight_packed", "weight_shape"),
+    ),
+    "fp8": (
+        dict(quant_method="fp8", weight_block_size=[128, 128]),
+        "quant_method: fp8",
+        quantized("weight", dtype=ml_dtypes.float8_e4m3fn),
+    ),
+    "a text": ("x", "x", quantized("weight", dtype=np.uint32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FOREIGN))
+def test_weights_that_others_quantized_are_named_with_the_way_out(name, tmp_path):
+    section, said, tensors = FOREIGN[name]
+    fix = "name the folder of the unquantized model, and pack it with jaxllm convert --quantize"
+    for key in ("quantization_config", "quantization", "compression_config"):
+        folder = folder_of(tmp_path / key, "llama3", tensors, **{key: section})
+        with pytest.raises(InputError, match=f"{key}={said} is not supported; .*{fix}"):
+            open_weights(folder)
+    # config.json says nothing
+    with pytest.raises(InputError, match=rf"q_proj\.\w+' is \w+, not F32 or .*{fix}"):
+        open_weights(folder_of(tmp_path / "plain", "llama3", tensors))
+    meta = meta_folder(tmp_path / "meta", head_dim=8, quantization=section)
+    with pytest.raises(InputError, match=f"quantization={said} is not supported; .*{fix}"):
+        open_weights(meta)
+
+
+def in_parts(folder, changed=0.0):
+    """The model in two files that both hold the norm; `changed` is added in the second one."""
+    folder_of(folder, "llama3").joinpath("model.safetensors").unlink()
+    tensors, norm = weights_of("llama3"), "model.norm.weight"
+    files = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(tensors)}
+    for i, file in enumerate(sorted(set(files.values()))):
+        part = {key: x for key, x in tensors.items() if files[key] == file}
+        save_file(part | {norm: tensors[norm] + i * np.float32(changed)}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def test_parts_that_lack_or_repeat_something(tmp_path):
+    right = weights_of("llama3")
+    same = open_weights(in_parts(tmp_path / "same"))
+    np.testing.assert_array_equal(same.param("norm.weight"), right["model.norm.weight"])
+    with pytest.raises(InputError, match=r"'model\.norm\.weight' differs in model-00001.* and mod"):
+        open_weights(in_parts(tmp_path / "other", 1.0))
+    folder = tmp_path / "same"
+    part = folder / "model-00002-of-00002.safetensors"
+    shutil.copy(folder / "model-00001-of-00002.safetensors", part)
+    with pytest.raises(InputError, match=r"puts '.*' into 'model-00002.*', where it is not"):
+        open_weights(folder)
+    content = part.read_bytes()
+    part.write_bytes(content[: len(content) // 2])  # half a download
+    with pytest.raises(InputError, match="file not fully covered; fetch it again"):
+        open_weights(folder)
+    part.unlink()
+    with pytest.raises(InputError, match=f"No such file or directory: {part}; fetch it again"):
+        open_weights(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(InputError, match=r"; rename model-00001.*safetensors, or fetch the index"):
+        open_weights(folder)
+
+
+def test_only_a_folder_with_an_embedding_is_told_to_tie_its_head(tmp_path):
+    other = {f"module.{key}": x for key, x in weights_of("llama3").items()}
+    with pytest.raises(InputError) as caught:
+        open_weights(folder_of(tmp_path / "hf", "llama3", other))
+    assert "tie_word_embeddings" not in str(caught.value)

@@ -103,7 +103,7 @@ def test_models_run_without_jit_where_implicit_transfers_are_forbidden(kind):
 
 def test_what_would_silently_be_another_computation_is_refused():
     check = inspect.unwrap(Linear.check)  # without the type checks that only tests have
-    for dtype in (jnp.int32, jnp.bool):  # to which the weights would be cast
+    for dtype in (jnp.int32, jnp.bool, jnp.float8_e4m3fn):  # to which the weights would be cast
         with pytest.raises(ValueError, match=rf"^x is {jnp.dtype(dtype)}: cast it to bfloat16"):
             check(Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 2, 8), dtype))
     x = normal(0, 1, 3, 1, 16)  # one head of 16 where the norm has two of 8
@@ -139,6 +139,19 @@ def test_what_no_layer_takes_is_named(kind, untyped):
             layer(jnp.ones(shape))
 
 
+def test_what_is_passed_in_place_of_positions_and_a_scaling_is_named(untyped):
+    """A mask turned heads by 0 or 1, or had no effect; a dict was AttributeError."""
+    x, rngs = jnp.ones((1, 2, 8)), nnx.Rngs(0)
+    for theta in (None, 1e4):
+        attends = Attention(8, 2, rope_theta=theta, rngs=rngs)
+        for mask in (jnp.ones((1, 2), bool), np.ones((1, 2), bool), jnp.ones((1, 2))):
+            with pytest.raises(ValueError, match=rf"^positions is {mask.dtype}: cast it to an int"):
+                attends(x, mask)
+    attends = Attention(8, 2, rope_theta=1e4, rope_scaling={"factor": 8.0}, rngs=rngs)
+    with pytest.raises(ValueError, match=r"^scaling={'factor': 8\.0} is not a pallas_kernels.Rope"):
+        attends(x)
+
+
 def test_positions_and_segments_in_a_list_are_named(untyped):
     x, attends = jnp.ones((1, 2, 8)), Attention(8, 2, rope_theta=1e4, rngs=nnx.Rngs(0))
     for layer, options in (
@@ -155,6 +168,28 @@ def test_nnx_tabulates_a_layer(kind):
     """tabulate sets methods anew and so made one of a norm's op: no norm ran in this process."""
     layer = kind(8) if kind in (LayerNorm, RMSNorm) else kind(8, 2, rngs=nnx.Rngs(0))
     assert kind.__name__ in nnx.tabulate(layer, normal(0, 1, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shapes"),
+    [
+        (LayerNorm, (8,), [(1, 3, 8)]),
+        (RMSNorm, (8,), [(1, 3, 8)]),
+        (HeadLayerNorm, (2, 4), [(1, 3, 2, 4)] * 2),
+        (Attention, (8, 2), [(1, 3, 8)]),
+        (GatedMLP, (8, 16), [(1, 3, 8)]),
+    ],
+)
+def test_a_linen_module_may_have_any_layer(kind, sizes, shapes):
+    """nnx.bridge gives every module rngs, which the norms refused."""
+    arrays = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    layer = nnx.bridge.to_linen(kind, *sizes)
+    found, variables = layer.init_with_output(jax.random.key(0), *arrays)
+    assert set(variables) == {"params"}
+    own = kind(*sizes, rngs=nnx.Rngs(0))
+    state = nnx.state(own, nnx.Param)
+    nnx.update(own, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(variables)))
+    close(found, own(*arrays))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])

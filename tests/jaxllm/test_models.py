@@ -69,6 +69,13 @@ def test_real_models_have_the_published_number_of_parameters(name, count):
     assert sum(p.size for p in named_params(model).values()) == count + padding
 
 
+@pytest.mark.parametrize("fp8", ["yes", "fp8", ""])
+def test_fp8_is_one_of_three_values(fp8):
+    """Any other was "matmuls", and so was True."""
+    with pytest.raises(ValueError, match=f"^fp8={fp8!r} is not one of none, matmuls, all$"):
+        create(tiny("gpt2"), fp8=fp8)
+
+
 def test_flops_per_token():
     gpt2 = load("gpt2_124m").model
     matrices = 50257 * 768 + 12 * 12 * 768**2  # tied head and blocks; no positions, no padding

@@ -154,7 +154,11 @@ def test_adapters_of_relatives_give_the_logits_of_peft(tmp_path, name):
     ("page", "message"),
     [
         (dict(use_dora=True), "use_dora=True is not supported"),
-        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; only 'LORA'"),
+        (
+            dict(feedforward_modules=["down_proj"], peft_type="IA3"),
+            r"peft_type='IA3' is not supported; merge with peft's merge_and_unload$",
+        ),
+        (dict(bias="all"), "bias='all' is not supported; merge with peft's merge_and_unload$"),
         (dict(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8} is not supported"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
         (dict(alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\] is not supported"),
@@ -205,7 +209,8 @@ def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
         assert all(np.any(x) for name, x in held.items() if name.endswith(".a"))  # B is zero
         assert any(name.endswith(".a") for name in held)
     for changed, message in (
-        (whole | {name: whole[name].astype(np.int32)}, "lora_A.weight is int32, not floating"),
+        (whole | {name: whole[name].astype(np.int32)}, "lora_A.weight is I32, not F32 or F16"),
+        (whole | {name: whole[name].astype(ml_dtypes.float8_e4m3fn)}, "is F8_E4M3, not F32 or F16"),
         (whole | {name: np.full_like(whole[name], np.nan)}, "lora_A.weight holds nan"),
         ({key: x for key, x in whole.items() if key != name}, f"it lacks {name}"),
     ):

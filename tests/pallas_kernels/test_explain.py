@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -130,6 +131,26 @@ def test_an_mlp_has_a_kernel_where_its_plan_says_so(name, rows, f, dtype):
     assert (found.decision.runs == "xla") == (not any(part.kernels for part in found.parts))
 
 
+@on_cpu
+@pytest.mark.parametrize("number", [np.float32, np.float64, jnp.float32])
+def test_an_option_may_be_any_number_that_the_op_takes(number):
+    """It was taken for an array: "eps is traced"."""
+    x, weight = NORM[:2]
+    assert str(explain("rms_norm", x, weight, eps=number(0.5))) == str(
+        explain("rms_norm", x, weight, eps=0.5)
+    )
+    row = like("bfloat16", 64, 64)
+    assert "float32[]" in explain("fp8_linear", row, row, row_norm=number(3)).call  # an array
+
+
+@on_cpu
+def test_arrays_of_numpy_have_the_dtypes_that_jax_gives_them():
+    found = explain("encoder", np.zeros((2, 8), np.int64), np.zeros((12, 128)), None)
+    assert found.call == "encoder(int32[2, 8], float32[12, 128], wpe=None)"
+    right = explain("encoder", like("int32", 2, 8), like("float32", 12, 128), None)
+    assert found.parts == right.parts
+
+
 def test_a_loop_launches_its_kernels_many_times():
     step = lambda x, _: (gelu(x, implementation="mosaic"), None)
     traced = jax.make_jaxpr(lambda x: lax.scan(step, x, length=3))(like("bfloat16", 64, 1024))
@@ -165,6 +186,11 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
     for words, why in (
         (["rms_norm", "T=64"], "T=64 is not AXIS=N with an axis of N, C"),
         (["rms_norm", "N=0"], "N=0 is not AXIS=N"),
+        (["linear_cross_entropy", f"V={2**31}"], "V=2147483648 is not AXIS=N with an axis of"),
+        (
+            ["rms_norm", f"N={'9' * 5000}"],
+            "9 is not AXIS=N with an axis of N, C and N from 1 to 2^31",
+        ),
         (
             ["attention", "--variant", "half"],
             "--variant half is not one of documents, full, packed, window 1024",
