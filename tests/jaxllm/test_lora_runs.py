@@ -198,3 +198,11 @@ def test_settings_that_do_not_fit_are_refused(runs, capsys, options, message):
         words = [*words[:at], *words[at + 2 :]]
         options = options[2:]
     assert message in error_of(capsys, *words, "--out_dir", folder / "refused", *options)
+
+
+def test_a_dry_run_refuses_the_weights_that_the_run_would_refuse(runs, capsys):
+    _, words = runs
+    at = words.index("--model.lora.rank")
+    words = [*words[:at], *words[at + 2 :], "--model.rope_theta", "1000"]
+    message = error_of(capsys, *words, "--dry_run")
+    assert "model.rope_theta=1000.0 differs from 500000.0 of the weights in" in message
