@@ -9,6 +9,7 @@ also in others.
 import json
 import os
 import re
+import warnings
 from functools import cache
 from math import prod
 from typing import Any
@@ -211,6 +212,14 @@ def steps(model: str, mesh: str, accum: int) -> dict:
     }
 
 
+def warnings_of_init(model: str) -> list[str]:
+    """What JAX warns of while it draws a state, like a buffer that the state does not take over."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer(model, "data, fsdp, tensor").init()
+    return [str(warning.message) for warning in seen]
+
+
 def greedy(mesh: str) -> list[list[int]]:
     """Twelve tokens after each of four prompts with several lengths."""
     t = trainer("llama3", mesh, **EXACT)
@@ -277,6 +286,7 @@ if __name__ == "__main__":
     out = {f"{model}, {pack}": compare(model, pack) for model, pack in WANTED}
     cases = (("one", 1), ("data, fsdp, tensor", 2))
     out["steps"] = {mesh: steps("llama3", mesh, accum) for mesh, accum in cases}
+    out["warnings"] = {model: warnings_of_init(model) for model in MODELS}
     out["greedy"] = {mesh: greedy(mesh) for mesh in ("one", "data, tensor")}
     out["packed"] = {count: packed_layer(count) for count in (1, 4)}
     out["outside"] = outside("llama3")

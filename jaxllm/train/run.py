@@ -124,8 +124,9 @@ def dry_run(config: Config) -> int:
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
-    adapts = config.model.adapters is not None
-    weights = launch.open_initial_weights(config, None, None) if adapts else None
+    path = config.model.init_from  # which may be elsewhere, unless adapters need its packing
+    opens = config.model.adapters is not None or (path is not None and Path(path).exists())
+    weights = launch.open_initial_weights(config, None, None) if opens else None
     trainer = launch.make_trainer(config, mesh, weights)
     launch.print_header(trainer, None)
     launch.trace_step(trainer)

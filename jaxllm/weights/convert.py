@@ -146,6 +146,8 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if weights.run is not None:
         adapters.write_peft(weights, folder)
         said = f"the adapters of step {weights.step} as a folder of peft"
+        if weights.packing:  # whoever reads the folder gets other losses, in few bits quite others
+            said += f", which cannot say that their base was {weights.packing}; --merge keeps that"
         if isinstance(weights.base, huggingface.HuggingFaceWeights):
             return said
         return (

@@ -153,7 +153,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
         try:
             weight = _packed(own, param.shape)
         except ValueError as e:
-            another = "another " + ("--head" if name == HEAD else "--quantize")
+            another = "another " + ("--head" if name == HEAD else "format")
             if groups := list(_groups(params, packing)):
                 *most, last = [str(group).lower() for group in groups]
                 another = f"--group {', '.join(most)}{' or ' if most else ''}{last}"

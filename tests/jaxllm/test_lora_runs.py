@@ -70,7 +70,8 @@ def test_a_run_becomes_a_folder_of_peft_and_a_merged_model(runs, capsys):
         path.name for path in (folder / "peft").iterdir()
     }
     said = capsys.readouterr().out
-    assert "the adapters of step 4 as a folder of peft\n" in said
+    packed = "which cannot say that their base was int4, groups of 64; --merge keeps that"
+    assert f"the adapters of step 4 as a folder of peft, {packed}\n" in said
     weights, empty = open_weights(folder / "lora"), folder / "of_run"
     weights.base = open_weights(folder / "run")
     empty.mkdir()
@@ -198,3 +199,11 @@ def test_settings_that_do_not_fit_are_refused(runs, capsys, options, message):
         words = [*words[:at], *words[at + 2 :]]
         options = options[2:]
     assert message in error_of(capsys, *words, "--out_dir", folder / "refused", *options)
+
+
+def test_a_dry_run_refuses_the_weights_that_the_run_would_refuse(runs, capsys):
+    _, words = runs
+    at = words.index("--model.lora.rank")
+    words = [*words[:at], *words[at + 2 :], "--model.rope_theta", "1000"]
+    message = error_of(capsys, *words, "--dry_run")
+    assert "model.rope_theta=1000.0 differs from 500000.0 of the weights in" in message

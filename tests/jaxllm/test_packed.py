@@ -26,7 +26,7 @@ from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
-from jaxllm.weights.packed import PackedWeights, Packing
+from jaxllm.weights.packed import PackedWeights, Packing, base_packing
 from jaxllm.weights.places import named_params
 from jaxllm.weights.pretrained import open_weights
 from pallas_kernels import QuantizedWeight, quantize
@@ -317,6 +317,12 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
     error_of(capsys, status, "exists: choose another folder")
     status = generate.main(f"--checkpoint {packed} --prompt the --step 7".split())
     error_of(capsys, status, "weights of step 0, not of step 7: leave out the step")
+
+
+def test_a_run_whose_shapes_cannot_be_packed_is_not_told_an_option_of_convert():
+    odd = tiny("llama3", d_ff=33, init_from="base", lora={}, quantize="2:4-int4")
+    with pytest.raises(InputError, match="four weights of 2:4, 4; choose another format$"):
+        base_packing(odd)
 
 
 def test_packed_weights_are_not_trained(packed, tmp_path, capsys):

@@ -135,6 +135,10 @@ def test_moments_are_sharded_like_their_parameters_and_buffers_are_donated(resul
     assert result["steps"][mesh]["donated"]
 
 
+def test_drawn_weights_lie_where_the_state_has_them(result):
+    assert result["warnings"] == {"gpt2": [], "llama3": [], "vlstm": []}
+
+
 def test_devices_divide_the_rows_of_a_packed_layer(result):
     one, four = result["packed"]["1"], result["packed"]["4"]
     np.testing.assert_allclose(four["y"], one["y"], rtol=1e-5, atol=1e-6)
