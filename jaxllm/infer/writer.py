@@ -151,13 +151,18 @@ class Text:
             self.done = True
             return
         self.count += 1
-        if token in self._hidden:
+        # A model may have more ids than the tokenizer; they have no text, either.
+        if token in self._hidden or token >= self._tokenizer.vocab_size:
             return
         self._decode(token)
-        found = [at for at in map(self.text.find, self.stops) if at >= 0]
-        self._end = min(found, default=len(self.text))
-        self.done = bool(found) and self._end <= self._open(self.text.rstrip(_UNFINISHED))
+        settled = self.text.rstrip(_UNFINISHED)  # further bytes may make a character of the rest
+        self._end, end = map(self._stop, (self.text, settled))
+        self.done = end < len(settled) and end <= self._open(settled)
         self._show(min(self._end, self._open(self.text[: self.certain])))
+
+    def _stop(self, text: str) -> int:
+        """Where the first stop string begins in a text, or the text's end."""
+        return min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
 
     def _open(self, text: str) -> int:
         """Where the end of a text begins a stop string; the first such place."""
