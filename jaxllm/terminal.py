@@ -36,8 +36,7 @@ def protect_streams(lossy: bool) -> None:
     """Makes printing safe, whatever standard output and standard error are.
 
     A character that the encoding lacks is escaped; a closed stream becomes /dev/null, as its number
-    would otherwise go to the next file.  Standard error never raises.  Standard input marks bytes
-    that its encoding lacks.
+    would otherwise go to the next file.  Standard error never raises; input marks odd bytes.
     lossy: standard output never raises either: a run outlives its reader and its terminal.
     """
     for number in range(3):

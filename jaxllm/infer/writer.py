@@ -156,13 +156,10 @@ class Text:
             return
         self._decode(token)
         settled = self.text.rstrip(_UNFINISHED)  # further bytes may make a character of the rest
-        self._end, end = map(self._stop, (self.text, settled))
+        first = lambda x: min((i for i in map(x.find, self.stops) if i >= 0), default=len(x))
+        self._end, end = map(first, (self.text, settled))
         self.done = end < len(settled) and end <= self._open(settled)
         self._show(min(self._end, self._open(self.text[: self.certain])))
-
-    def _stop(self, text: str) -> int:
-        """Where the first stop string begins in a text, or the text's end."""
-        return min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
 
     def _open(self, text: str) -> int:
         """Where the end of a text begins a stop string; the first such place."""
