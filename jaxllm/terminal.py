@@ -36,7 +36,7 @@ def protect_streams(lossy: bool) -> None:
     """Makes printing safe, whatever standard output and standard error are.
 
     A character that the encoding lacks is escaped; a closed stream becomes /dev/null, as its number
-    would otherwise go to the next file.  Standard error never raises.
+    would otherwise go to the next file.  Standard error never raises; input marks odd bytes.
     lossy: standard output never raises either: a run outlives its reader and its terminal.
     """
     for number in range(3):
@@ -44,16 +44,16 @@ def protect_streams(lossy: bool) -> None:
             os.fstat(number)
         except OSError:  # open takes the lowest free number
             os.open(os.devnull, os.O_RDWR)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream, errors = getattr(sys, name), "backslashreplace" if number else "surrogateescape"
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
+            setattr(sys, name, open(os.devnull, "w" if number else "r", errors=errors))
         elif stream is not getattr(sys, f"__{name}__"):  # of a test
             continue
-        elif lossy or name == "stderr":
+        elif name == "stderr" or (lossy and number):
             setattr(sys, name, lossy_stream(number, stream.encoding))
         else:
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=errors)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.errors import InputError, error_line
-from jaxllm.infer.generate import add_options, checked
+from jaxllm.infer.generate import add_options, check_utf8, checked
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +70,7 @@ class Chat:
         """Obeys a command, or prints the answer to a message; after an error all is as before."""
         word, _, rest = line.partition(" ")
         try:
+            check_utf8(line)
             if word == "/reset":
                 self.reset(self._system)
             elif word == "/system":

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from typing import Any
 
@@ -195,8 +195,8 @@ def _programs(
     @jax.vmap
     def keys(stream):
         """The random key of each row, (B,), from its seed, prompt and sample (B, 3)."""
-        seed, prompt, sample = stream
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
+        seed, *more = stream  # rbg would draw all rows of a vmap from the first one's key
+        return reduce(jax.random.fold_in, more, jax.random.key(seed, impl="threefry2x32"))
 
     def pick(model, hidden, keys, number, seen):
         """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), which ids the text has."""

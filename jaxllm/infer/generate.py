@@ -78,14 +78,19 @@ def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
         if not 1 <= getattr(args, name, 1) < 2**31:
             raise InputError(f"--{name}={getattr(args, name)} is not from 1 to {2**31 - 1}")
     for text in (*map(vars(args).get, ("prompt", "system")), *args.stop):
-        if any("\ud800" <= c <= "\udfff" for c in text or ""):
-            raise InputError(f"{text!r} is not UTF-8")
+        check_utf8(text or "")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
     settings = {name: x for name in SETTINGS if (x := getattr(args, name)) is not None}
     args.config = sampling("--", tokens=args.tokens, **settings)
     check_exists(args.checkpoint, "--checkpoint ")
     return args
+
+
+def check_utf8(text: str) -> None:
+    """Raises InputError for a text in which Python marks bytes that are not UTF-8."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise InputError(f"{text!r:.50} is not UTF-8")
 
 
 def _run(args: argparse.Namespace) -> None:

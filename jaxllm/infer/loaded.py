@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxllm.config import MeshConfig, ModelConfig, sampling
+from jaxllm.config import IGNORE, MeshConfig, ModelConfig, round_up, sampling
 from jaxllm.errors import InputError, RunError
 from jaxllm.infer import decode
 from jaxllm.infer.writer import Text
@@ -17,6 +17,8 @@ from jaxllm.sharding import make_mesh
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 from jaxllm.weights.pretrained import open_weights
+
+_loss = jax.jit(lambda graph, params, *x: nnx.merge(graph, params).loss(*x), static_argnums=0)
 
 
 class Loaded(NamedTuple):
@@ -46,12 +48,14 @@ class Loaded(NamedTuple):
     def score(self, text: str) -> float:
         """The log-likelihood of all tokens of a text but its first, in nats."""
         ids = self.tokenizer.prompt(text)
-        most = decode.most_tokens(self.config) or len(ids)
+        most = decode.most_tokens(self.config) or 1 << 30
         if not 2 <= len(ids) <= most + 1:
             raise InputError(f"the text has {counted(len(ids), 'token')}; it needs 2 to {most + 1}")
+        width = min(round_up(len(ids) - 1, decode.WIDTHS), most)
+        row = np.pad(ids, (0, width + 1 - len(ids)), constant_values=IGNORE)[None]
         with jax.set_mesh(None), jax.transfer_guard("allow"):
-            tokens = jnp.array([ids])
-            score = -float(self.model.loss(tokens[:, :-1], tokens[:, 1:]))
+            tokens, labels = np.maximum(row[:, :-1], 0), row[:, 1:]
+            score = -float(_loss(*nnx.split(self.model, nnx.Param), tokens, labels))
         if not math.isfinite(score):
             raise RunError("the model's logits are not finite: load another checkpoint")
         return score

@@ -151,12 +151,14 @@ class Text:
             self.done = True
             return
         self.count += 1
-        if token in self._hidden:
+        # A model may have more ids than the tokenizer; they have no text, either.
+        if token in self._hidden or token >= self._tokenizer.vocab_size:
             return
         self._decode(token)
-        found = [at for at in map(self.text.find, self.stops) if at >= 0]
-        self._end = min(found, default=len(self.text))
-        self.done = bool(found) and self._end <= self._open(self.text.rstrip(_UNFINISHED))
+        settled = self.text.rstrip(_UNFINISHED)  # further bytes may make a character of the rest
+        first = lambda x: min((i for i in map(x.find, self.stops) if i >= 0), default=len(x))
+        self._end, end = map(first, (self.text, settled))
+        self.done = end < len(settled) and end <= self._open(settled)
         self._show(min(self._end, self._open(self.text[: self.certain])))
 
     def _open(self, text: str) -> int:

@@ -179,7 +179,8 @@ def test_content_is_never_printed_as_python_prints_it():
 
 
 def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
-    lines = ["Hi", "", "How?", "/nope", "/reset", "Hi", "/system Be brief.", "Hi", "x" * 400, "So?"]
+    lines = ["Hi", "", "How?", "/nope", "/reset", "Hi", "/system Be brief.", "Hi", "x" * 400]
+    lines += ["caf\udce9", "/system \udce9", "So?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     model.answers += [("Hello<|eot_id|>", None), ("Fine ", KeyboardInterrupt())]
     model.answers += [("A<|eom_id|>", None), ("B<|eot_id|>", None), ("C<|eot_id|>", None)]
@@ -196,6 +197,7 @@ def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
         TOKENIZER.chat(more)[0],
     ]
     assert "unknown command /nope; /reset, /system TEXT" in err
+    assert "error: 'caf\\udce9' is not UTF-8\nerror: '/system \\udce9' is not UTF-8\n" in err
     assert "tokens fill model.max_seq_len=400; /reset begins a new one" in err
 
 

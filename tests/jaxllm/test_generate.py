@@ -12,6 +12,7 @@ import pytest
 from cases import slow
 from flax import nnx
 from tiny_models import tiny
+from tokenizer_families import FOLDER
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.config.loading import sampling
@@ -22,6 +23,7 @@ from jaxllm.layers.attention import _to_float8
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
 from jaxllm.sharding import make_mesh, shardings
+from jaxllm.text import Tokenizer
 from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
@@ -244,13 +246,16 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
     together = texts(0, samples)
     assert together[2:5] == texts(0, samples[2:5])
     assert together[::-1] == texts(0, samples[::-1])
+    decode._programs.cache_clear()
+    with jax.default_prng_impl("rbg"):
+        assert together[2:5] == texts(0, samples[2:5])
     assert len({*together, *texts(1, samples), *texts(2**32 - 1, samples)}) == 18
 
 
 class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
-    special, byte_tokens, cleans = {}, frozenset(), False
+    special, byte_tokens, cleans, vocab_size = {}, frozenset(), False, 256
 
     def cleaned(self, text):
         return text
@@ -278,6 +283,26 @@ def test_text_streams_whole_characters_and_ends_before_a_stop_string(capsys):
         text = Text(Letters(), b"x", stops, {0}, live=True)
         writer.Speed(1).fill([text], ([token] for token in content.encode()))
         assert (text.text, capsys.readouterr().out) == (wanted, wanted), content
+    for content, wanted in (
+        ("né", "né"),
+        (b"n\xffa", "n"),
+        (b"n\xc3", "n"),
+        ("né!\N{BELL}\xff", "n"),
+    ):
+        text = Text(Letters(), b"x", ["\N{REPLACEMENT CHARACTER}", "é!"], {0}, live=True)
+        tokens = content.encode() if isinstance(content, str) else content
+        writer.Speed(1).fill([text], ([token] for token in tokens))
+        assert (text.text, capsys.readouterr().out) == (wanted, wanted), content
+
+
+def test_ids_beyond_the_tokenizer_do_not_divide_a_row_of_bytes():
+    tokenizer = Tokenizer(FOLDER / "llama2")  # a row that is no UTF-8 has no letters
+    row = [tokenizer._library.token_to_id(f"<0x{byte:02X}>") for byte in b"ab\xff"]
+    ids = [tokenizer.encode("x")[-1], *row[:2], tokenizer.vocab_size, row[2]]
+    text = Text(tokenizer, [], [], {0})
+    for token in ids:
+        text.add(token)
+    assert text.text == tokenizer.decode(ids) == "x" + 3 * "\N{REPLACEMENT CHARACTER}"
 
 
 def test_text_decodes_only_its_last_tokens():

@@ -111,6 +111,22 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         loaded.score("ab")
 
 
+@pytest.mark.parametrize("name", ["llama3", "xlstm"])
+def test_scores_of_other_lengths_compile_nothing(tmp_path, name, caplog):
+    theirs = folder_of(tmp_path / "theirs", name)
+    shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
+    loaded = jaxllm.load(theirs)
+    loaded.score("ab")
+    with jax.log_compiles():
+        scores = [loaded.score("ab" + "a" * n) for n in (1, 7, 40)]
+    assert "Finished XLA compilation" not in caplog.text
+    for n, score in zip((1, 7, 40), scores, strict=True):
+        ids = jnp.array([loaded.tokenizer.prompt("ab" + "a" * n)])
+        assert math.isclose(score, -loaded.model.loss(ids[:, :-1], ids[:, 1:]), rel_tol=0.01)
+    with pytest.raises(InputError, match=r"has 1 token; it needs 2 to (49|\d{10})$"):
+        loaded.score("b")
+
+
 def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         jaxllm.load(tmp_path / "no")

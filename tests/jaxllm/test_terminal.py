@@ -45,6 +45,15 @@ def test_unencodable_characters_are_escaped():
     assert done.stdout == b"\xfc \\udcff\n"
 
 
+@pytest.mark.parametrize(("more", "read"), [("<&-", ""), ("<<< $'caf\\xe9'", "caf\\udce9\\n")])
+def test_standard_input_never_raises(more, read):
+    code = PRINTS.partition("print")[0] % False + "print(ascii(sys.stdin.read()))"
+    words = f"PYTHONIOENCODING=utf-8:strict {sys.executable} -c '{code}' {more}"
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(["bash", "-c", words], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"'{read}'\n", "")
+
+
 @pytest.mark.slow
 def test_a_run_ends_well_without_a_screen(tiny, tmp_path):
     out_dir = tmp_path / "ü"
