@@ -32,7 +32,9 @@ class Canary:
         self.program = program
         self.devices = list(trainer.mesh.devices.flat)
         leaves = jax.tree.leaves_with_path(trainer.checked())
-        self.names = [_describe(path) for path, _ in leaves]
+        keys = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+        parts = (key.partition(".") for key in keys)
+        self.names = [KINDS[part] + name.removesuffix(".value") for part, _, name in parts]
         self.replicas = [self._replicas(leaf) for _, leaf in leaves]
         shape = (len(self.devices), len(leaves), 2)
         self.unseen = jax.device_put(np.zeros(shape, np.uint32), trainer.state_shardings.step)
@@ -87,11 +89,6 @@ class Canary:
         device = self.devices[place]
         process = f" of process {device.process_index}" if jax.process_count() > 1 else ""
         return f"{device} ({device.device_kind}){process}"
-
-
-def _describe(path: tuple) -> str:
-    part, _, name = jax.tree_util.keystr(path, simple=True, separator=".").partition(".")
-    return KINDS[part] + name.removesuffix(".value")
 
 
 def _more(count: int, noun: str) -> str:

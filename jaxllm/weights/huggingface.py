@@ -238,8 +238,6 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
     for name in listed.values():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise InputError(f"{folder / INDEX} names {name!r}, which is not in its folder")
-    if not listed:
-        raise InputError(f"{folder / INDEX} lists no tensor")
     return sorted(set(listed.values())), listed
 
 
@@ -250,14 +248,15 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
     for name in names:
         files[name] = open_safetensors(folder / name)
         for tensor in files[name].keys():
-            pair = [files[x].get_slice(tensor) for x in (stored.get(tensor, (name,))[0], name)]
+            first, _ = stored.setdefault(tensor, (name, tensor))
+            pair = [files[x].get_slice(tensor) for x in (first, name)]
             plain = {x.get_dtype() for x in pair} <= set(DTYPES.split())  # others: refused later
-            if tensor in stored and plain and not np.array_equal(*(x[...] for x in pair)):
+            if first != name and plain and not np.array_equal(*(x[...] for x in pair)):
                 raise InputError(
-                    f"{folder}: {tensor!r} differs in {stored[tensor][0]} and {name}; tensors that"
-                    " are split over files are not supported"
+                    f"{folder}: {tensor!r} differs in {first} and {name}; tensors that are split"
+                    " over files are not supported"
                 )
-            if tensor not in stored or listed.get(tensor) == name:
+            if listed.get(tensor) == name:
                 stored[tensor] = (name, tensor)
     for tensor, name in listed.items():
         if stored.get(tensor, ("",))[0] != name:

@@ -1,7 +1,6 @@
 """The parameters in a run's checkpoint: RunWeights reads them, write_checkpoint writes them."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxllm import config as configs
-from jaxllm.config import ModelConfig
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
 from jaxllm.weights import checksums
@@ -27,7 +25,7 @@ class RunWeights:
     def __init__(self, directory: Path, step: int | None = None):
         quiet_orbax()
         self.run = configs.load(str(directory / "config.yaml"))
-        self.config: ModelConfig = self.run.model
+        self.config = self.run.model
         self.folder = self.text = directory
         checkpoints = (directory / "checkpoints").resolve()
         options = ocp.CheckpointManagerOptions(read_only=True)
@@ -128,9 +126,9 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     about = checksums.with_digest(about)
     saved = {"state": ocp.args.PyTreeSave(state), "about": ocp.args.JsonSave(about)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    manages = partial(ocp.CheckpointManager, options=options, item_handlers=handlers)
+    how: dict[str, Any] = {"options": options, "item_handlers": handlers}
     try:
-        with manages(directory.resolve()) as manager:
+        with ocp.CheckpointManager(directory.resolve(), **how) as manager:
             manager.save(0, args=ocp.args.Composite(**saved))
     except InputError:
         raise
