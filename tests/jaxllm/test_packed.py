@@ -125,7 +125,7 @@ def test_what_is_loaded_equals_what_was_quantized(square, name, group, symmetric
         even = symmetric or format != "int"
         q = quantize(jnp.asarray(x), format=format, bits=bits, group=group, symmetric=even)
         assert np.array_equal(dequantize(found[path]), dequantize(q))
-        # What docs/decoding.md promises: K in four whole steps, N in 16s, and 7 numbers.
+        # What docs/packed-weights.md promises: K in four whole steps, N in 16s, and 7 numbers.
         step = 1024 if format == "2:4" else 1024 // bits
         k, n = step * -(-x.shape[0] // step), 16 * -(-x.shape[1] // 16)
         scales = n * (k // group if group else 1) * 2 * (1 if even else 2)
