@@ -212,7 +212,7 @@ class Linear(Layer):
         self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
-        zeros = constrain(jnp.zeros(out_features, jnp.float32), *bias_axes)
+        zeros = jnp.zeros(out_features, jnp.float32)
         self.bias = nnx.Param(zeros, axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8

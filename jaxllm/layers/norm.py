@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.layers.layer import Layer
-from jaxllm.sharding import BATCH, P, constrain, per_device
+from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
 
@@ -105,8 +105,7 @@ class HeadLayerNorm(Layer):
         rngs: nnx.Rngs | None = None,
     ):
         # Stored flat, because weight decay applies to every parameter with two axes.
-        ones = constrain(jnp.ones(heads * head_dim, jnp.float32), "tensor")
-        self.weight = nnx.Param(ones, axes=("tensor",))
+        self.weight = nnx.Param(jnp.ones(heads * head_dim, jnp.float32), axes=("tensor",))
         self.shape = heads, head_dim
         self.eps, self.implementation = eps, implementation
 

@@ -14,7 +14,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
-from jaxllm.sharding import BATCH, P, axis_size, constrain, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -53,11 +53,10 @@ class VLSTMLayer(Layer):
         # Initially the gates do not depend on the input: the input gates are almost closed, the
         # forget gates open with a range of time scales, the output gates half open.
         self.i = linear(d_model, n_heads, std=0.0, bias=True)
-        shut = constrain(jnp.full(n_heads, -10.0, jnp.float32), "tensor")
-        self.i.bias = nnx.Param(shut, axes=("tensor",))
+        self.i.bias = nnx.Param(jnp.full(n_heads, -10.0, jnp.float32), axes=("tensor",))
         self.f = linear(d_model, n_heads, std=0.0, bias=True)
         spread = jnp.linspace(3.0, 6.0, n_heads, dtype=jnp.float32)
-        self.f.bias = nnx.Param(constrain(spread, "tensor"), axes=("tensor",))
+        self.f.bias = nnx.Param(spread, axes=("tensor",))
         self.o = linear(d_model, d_model, std=0.0)
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation

@@ -157,7 +157,8 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             if drawn := params is None:
                 params = self._draw()
-            if self.lora is not None or (drawn and self.config.mesh.shard_optimizer):
+            mesh = self.config.mesh  # with these axes not all is drawn where the state has it
+            if self.lora is not None or (drawn and (mesh.shard_optimizer or mesh.tensor > 1)):
                 # `start` can then reuse their buffers.
                 params = jax.device_put(params, self.state_shardings.params)
             shardings = self.state_shardings._replace(base=NONE)
