@@ -129,7 +129,8 @@ class HuggingFaceWeights:
         table = places(self.config)[0].name
         if tied(self.config) and HEAD in self._stored and table not in self._stored:
             self._stored[table] = self._stored.pop(HEAD)  # one matrix, under its other name
-        if HEAD in self._stored and tied(self.config) and not self._head_is_embedding(table):
+        both = HEAD in self._stored and tied(self.config)
+        if both and not _same(self._slice(HEAD), self._slice(table)):
             if self.config.type != "llama3":
                 raise InputError(
                     f"{self.folder} holds the tensor {HEAD}, which differs from the embedding; a"
@@ -161,14 +162,6 @@ class HuggingFaceWeights:
                 f" configuration says: it {', '.join(found)}{fix}"
             )
 
-    def _head_is_embedding(self, name: str) -> bool:
-        head, table = self._slice(HEAD), self._slice(name)
-        if head.get_shape() != table.get_shape():
-            return False
-        rows = self.config.vocab_size
-        parts = [slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096)]  # some MB at a time
-        return all(np.array_equal(head[part], table[part]) for part in parts)
-
 
 def read_ahead(read: Callable[[Any], Any], keys: Iterable) -> Iterator:
     """read(key) of each key, in order, while threads read the next AHEAD ones."""
@@ -180,6 +173,16 @@ def read_ahead(read: Callable[[Any], Any], keys: Iterable) -> Iterator:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def _same(a, b) -> bool:
+    """Whether slices of safetensors are equal; those that `_check` refuses by their dtype are."""
+    if {a.get_dtype(), b.get_dtype()} - {*DTYPES.split()}:
+        return True
+    rows, *_ = (*a.get_shape(), 0)
+    parts = [slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096)] or [...]  # some MB each
+    same = lambda part: np.array_equal(a[part], b[part])
+    return a.get_shape() == b.get_shape() and all(map(same, parts))
 
 
 def _note(text: str) -> None:
@@ -249,9 +252,7 @@ def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tup
         files[name] = open_safetensors(folder / name)
         for tensor in files[name].keys():
             first, _ = stored.setdefault(tensor, (name, tensor))
-            pair = [files[x].get_slice(tensor) for x in (first, name)]
-            plain = {x.get_dtype() for x in pair} <= set(DTYPES.split())  # others: refused later
-            if first != name and plain and not np.array_equal(*(x[...] for x in pair)):
+            if first != name and not _same(*(files[x].get_slice(tensor) for x in (first, name))):
                 raise InputError(
                     f"{folder}: {tensor!r} differs in {first} and {name}; tensors that are split"
                     " over files are not supported"
