@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -195,8 +195,9 @@ def _programs(
     @jax.vmap
     def keys(stream):
         """The random key of each row, (B,), from its seed, prompt and sample (B, 3)."""
-        seed, *more = stream  # rbg would draw all rows of a vmap from the first one's key
-        return reduce(jax.random.fold_in, more, jax.random.key(seed, impl="threefry2x32"))
+        seed, prompt, sample = stream
+        key = jax.random.key(seed, impl="threefry2x32")  # rbg would draw all rows from the first's
+        return jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
 
     def pick(model, hidden, keys, number, seen):
         """The tokens (B,) that follow `hidden` (B, 1, C); seen: (B, V), which ids the text has."""
