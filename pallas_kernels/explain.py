@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import html
 import inspect
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -28,45 +27,17 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import jaxprs_in_params
 
 import pallas_kernels
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.bench import compiling, operands, timing
 from pallas_kernels.bench.case import A, Case
 from pallas_kernels.bench.cases import CASES
+from pallas_kernels.bench.traced import TracedKernel, amount, kernels_of, size_text
 
 H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and matmuls reach
 OPS = sorted({case.op for case in CASES})  # of the command
-_SMEM = 227 * 1024  # of an SM, for blocks
-_THREADS = 2048  # of an SM
 _NUMBERS = {bool, int, float, NoneType}
-
-
-class TracedKernel(NamedTuple):
-    """A kernel of a traced program, and how often it is launched."""
-
-    name: str
-    blocks: int
-    warpgroups: int
-    shared: int  # bytes of a block's buffers in shared memory, before the compiler aligns them
-    tiles: tuple[str, ...]  # these buffers as they lie there: wgmma's are split into (8, 64)
-    arrays: int  # bytes of its arguments and results
-    launches: int
-
-    @property
-    def at_once(self) -> int:
-        """Blocks that fit an SM by shared memory and threads; registers may allow fewer."""
-        return max(1, min(_SMEM // max(self.shared, 1), _THREADS // (128 * self.warpgroups)))
-
-    def __str__(self) -> str:
-        many = f" x {self.launches}" if self.launches > 1 else ""
-        return (
-            f"{self.name}{many}: {self.blocks} blocks of {self.warpgroups} warpgroup"
-            f"{'s' if self.warpgroups > 1 else ''}, {self.shared / 1024:.0f} KB of shared memory"
-            f" (at most {self.at_once} on an SM), arrays of {_bytes(self.arrays)}"
-        )
 
 
 class Part(NamedTuple):
@@ -116,7 +87,7 @@ class CallPlan(NamedTuple):
             yield f"kernel    {kernel}"
             if kernel.tiles:
                 yield f"          tiles {', '.join(kernel.tiles)}"
-        yield f"work      {_bytes(part.bytes)} must move; {_flops(part)}"
+        yield f"work      {size_text(part.bytes)} must move; {_flops(part)}"
         floor = ", ".join(f"{name} {us:.1f} us" for name, us in limits.items())
         yield f"floor     {limits[bound]:.1f} us ({floor})"
         if part.microseconds:
@@ -192,7 +163,7 @@ def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> CallPlan:
             dy = jax.eval_shape(op, *structs)
             names["forward and backward"] = functools.partial(compiling.both, op), dy, *structs
         decision = compiling.decided(case, sizes)
-        kernels = {name: _kernels(jax.make_jaxpr(f)(*a).jaxpr) for name, (f, *a) in names.items()}
+        kernels = {name: kernels_of(jax.make_jaxpr(f)(*a).jaxpr) for name, (f, *a) in names.items()}
         moved, flops = compiling.bytes_moved(case, sizes), _counted(case, sizes)
         taken, tops = _measured(case, op, sizes) if measure else ({}, H100)
     tops = tops | {"matmul_TFLOP_per_s": case.rate * tops["matmul_TFLOP_per_s"]}
@@ -284,75 +255,6 @@ def _counted(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
     return {"forward": flops["forward"], "forward and backward": both}
 
 
-def _kernels(jaxpr, launches: int = 1) -> list[TracedKernel]:
-    """The Mosaic kernels of a traced program, in its order."""
-    found = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "mpmd_map":
-            new = [_kernel(eqn, launches)]
-        else:
-            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            inner = jaxprs_in_params(eqn.params)
-            new = [kernel for sub in inner for kernel in _kernels(sub, launches * times)]
-        for kernel in new:
-            same = found.get(kernel._replace(launches=0))
-            total = kernel.launches + (same.launches if same else 0)
-            found[kernel._replace(launches=0)] = kernel._replace(launches=total)
-    return list(found.values())
-
-
-def _kernel(eqn, launches: int) -> TracedKernel:
-    mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
-    buffers = _buffers(inside)
-    aligned = lambda a: _size(a) + -_size(a) % 1024 if _is_data(a) else _size(a)
-    shared = sum(map(aligned, buffers))
-    if _reduces(inside):
-        parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
-        shared += parameters.reduction_scratch_bytes
-    return TracedKernel(
-        eqn.params["name"],
-        blocks=math.prod(mesh.grid),
-        warpgroups=mesh.num_threads or 1,
-        shared=shared,
-        tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers if _is_data(a)),
-        arrays=sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars)),
-        launches=launches,
-    )
-
-
-def _buffers(jaxpr, allocates: bool = True) -> list:
-    """The buffers and barriers that a kernel allocates in shared memory.
-
-    allocates: whether the program's arguments are allocated for it, not buffers from outside.
-    """
-    own = [v.aval for v in jaxpr.invars if allocates]
-    inner = [
-        aval
-        for eqn in jaxpr.eqns
-        for sub in jaxprs_in_params(eqn.params)
-        for aval in _buffers(sub, eqn.primitive.name == "run_scoped")
-    ]
-    return [aval for aval in own if str(aval.memory_space) == "smem"] + inner
-
-
-def _reduces(jaxpr) -> bool:
-    """Whether a kernel sums over an axis, for which the compiler may need shared memory."""
-    return any(
-        eqn.primitive.name.startswith("reduce_") or any(map(_reduces, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _is_data(aval) -> bool:
-    """Whether it is not a barrier."""
-    return hasattr(aval.dtype, "itemsize")
-
-
-def _size(aval) -> int:
-    """Bytes of an array or of a buffer; a barrier has 8."""
-    return math.prod(aval.shape) * (aval.dtype.itemsize if _is_data(aval) else 8)
-
-
 def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of both parts, and the ceilings."""
     inputs = operands.arrays(case, sizes)
@@ -366,20 +268,10 @@ def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]
     return us, timing.ceilings()
 
 
-def _amount(n: float, units: dict[float, str]) -> str:
-    """A number in the largest of the units that it reaches."""
-    size = next((size for size in units if n >= size), min(units))
-    return f"{n / size:.1f} {units[size]}"
-
-
-def _bytes(n: float) -> str:
-    return _amount(n, {1e9: "GB", 1e6: "MB", 1e3: "KB"})
-
-
 def _flops(part: Part) -> str:
     if not part.flops:
         return "operations are not counted"
-    count = _amount(part.flops, {1e9: "billion", 1e6: "million", 1e3: "thousand"})
+    count = amount(part.flops, {1e9: "billion", 1e6: "million", 1e3: "thousand"})
     return f"{count} operations" + ("" if part.tensor else " in the jnp form, as XLA counts")
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig
 from jaxllm.models import create
 from jaxllm.models.language_model import Stream, run_block
-from pallas_kernels.explain import _kernels
+from pallas_kernels.bench.traced import kernels_of
 
 CHOICES = ["dots", "mlp", "attention", "block"]
 B, T, C, F = 2, 512, 256, 768
@@ -105,7 +105,7 @@ def launches(kind, kernel):
         run, arguments = block_of(make(kind, kernels="mosaic", remat=remat))
         loss = lambda *a: run(*a).astype(jnp.float32).sum()
         traced = jax.make_jaxpr(jax.value_and_grad(loss))(*arguments)
-        return sum(k.launches for k in _kernels(traced.jaxpr) if k.name == kernel)
+        return sum(k.launches for k in kernels_of(traced.jaxpr) if k.name == kernel)
 
     return [calls(remat) for remat in ("none", *CHOICES)]
 
@@ -140,7 +140,7 @@ def test_fp8_takes_no_maximum_again(kind):
         run, arguments = block_of(make(kind, kernels="mosaic", remat=remat), fp8=True)
         loss = lambda *a: run(*a).astype(jnp.float32).sum()
         traced = jax.make_jaxpr(jax.grad(loss))(*arguments)
-        of = lambda name: sum(k.launches for k in _kernels(traced.jaxpr) if k.name == name)
+        of = lambda name: sum(k.launches for k in kernels_of(traced.jaxpr) if k.name == name)
         return of("fp8_maximum") + of("swiglu_maxima"), of("quantize_fp8")
 
     once, casts = calls("none")

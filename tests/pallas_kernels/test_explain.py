@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels import Packed, dispatch, gelu, layer_norm, rms_norm
 from pallas_kernels import explain as module
+from pallas_kernels.bench.traced import kernels_of
 from pallas_kernels.explain import explain, main
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -154,7 +155,7 @@ def test_arrays_of_numpy_have_the_dtypes_that_jax_gives_them():
 def test_a_loop_launches_its_kernels_many_times():
     step = lambda x, _: (gelu(x, implementation="mosaic"), None)
     traced = jax.make_jaxpr(lambda x: lax.scan(step, x, length=3))(like("bfloat16", 64, 1024))
-    (kernel,) = module._kernels(traced.jaxpr)
+    (kernel,) = kernels_of(traced.jaxpr)
     assert (kernel.name, kernel.launches) == ("gelu_forward", 3)
 
 

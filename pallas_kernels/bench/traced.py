@@ -1,0 +1,114 @@
+"""Reads our kernels from a traced program: their blocks, buffers and launches."""
+
+import math
+from typing import NamedTuple
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
+
+_SMEM = 227 * 1024  # of an SM, for blocks
+_THREADS = 2048  # of an SM
+
+
+class TracedKernel(NamedTuple):
+    """A kernel of a traced program, and how often it is launched."""
+
+    name: str
+    blocks: int
+    warpgroups: int
+    shared: int  # bytes of a block's buffers in shared memory, before the compiler aligns them
+    tiles: tuple[str, ...]  # these buffers as they lie there: wgmma's are split into (8, 64)
+    arrays: int  # bytes of its arguments and results
+    launches: int
+
+    @property
+    def at_once(self) -> int:
+        """Blocks that fit an SM by shared memory and threads; registers may allow fewer."""
+        return max(1, min(_SMEM // max(self.shared, 1), _THREADS // (128 * self.warpgroups)))
+
+    def __str__(self) -> str:
+        many = f" x {self.launches}" if self.launches > 1 else ""
+        return (
+            f"{self.name}{many}: {self.blocks} blocks of {self.warpgroups} warpgroup"
+            f"{'s' if self.warpgroups > 1 else ''}, {self.shared / 1024:.0f} KB of shared memory"
+            f" (at most {self.at_once} on an SM), arrays of {size_text(self.arrays)}"
+        )
+
+
+def kernels_of(jaxpr, launches: int = 1) -> list[TracedKernel]:
+    """The Mosaic kernels of a traced program, in its order."""
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map":
+            new = [_kernel(eqn, launches)]
+        else:
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            inner = jaxprs_in_params(eqn.params)
+            new = [kernel for sub in inner for kernel in kernels_of(sub, launches * times)]
+        for kernel in new:
+            same = found.get(kernel._replace(launches=0))
+            total = kernel.launches + (same.launches if same else 0)
+            found[kernel._replace(launches=0)] = kernel._replace(launches=total)
+    return list(found.values())
+
+
+def _kernel(eqn, launches: int) -> TracedKernel:
+    mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
+    buffers = _buffers(inside)
+    aligned = lambda a: _size(a) + -_size(a) % 1024 if _is_data(a) else _size(a)
+    shared = sum(map(aligned, buffers))
+    if _reduces(inside):
+        parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
+        shared += parameters.reduction_scratch_bytes
+    return TracedKernel(
+        eqn.params["name"],
+        blocks=math.prod(mesh.grid),
+        warpgroups=mesh.num_threads or 1,
+        shared=shared,
+        tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers if _is_data(a)),
+        arrays=sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars)),
+        launches=launches,
+    )
+
+
+def _buffers(jaxpr, allocates: bool = True) -> list:
+    """The buffers and barriers that a kernel allocates in shared memory.
+
+    allocates: whether the program's arguments are allocated for it, not buffers from outside.
+    """
+    own = [v.aval for v in jaxpr.invars if allocates]
+    inner = [
+        aval
+        for eqn in jaxpr.eqns
+        for sub in jaxprs_in_params(eqn.params)
+        for aval in _buffers(sub, eqn.primitive.name == "run_scoped")
+    ]
+    return [aval for aval in own if str(aval.memory_space) == "smem"] + inner
+
+
+def _reduces(jaxpr) -> bool:
+    """Whether a kernel sums over an axis, for which the compiler may need shared memory."""
+    return any(
+        eqn.primitive.name.startswith("reduce_") or any(map(_reduces, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_data(aval) -> bool:
+    """Whether it is not a barrier."""
+    return hasattr(aval.dtype, "itemsize")
+
+
+def _size(aval) -> int:
+    """Bytes of an array or of a buffer; a barrier has 8."""
+    return math.prod(aval.shape) * (aval.dtype.itemsize if _is_data(aval) else 8)
+
+
+def amount(n: float, units: dict[float, str]) -> str:
+    """A number in the largest of the units that it reaches."""
+    size = next((size for size in units if n >= size), min(units))
+    return f"{n / size:.1f} {units[size]}"
+
+
+def size_text(n: float) -> str:
+    return amount(n, {1e9: "GB", 1e6: "MB", 1e3: "KB"})
