@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,10 +25,9 @@ POISONED = ON_GPU and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") != "platform
 POISONS = (0xFFFFFFFF, 0x7149F2CA)  # NaN in all formats; 1e30, in halves 1e30 and -8e30 (bfloat16)
 
 
-def results(call: Call, implementation, given: Arguments, cotangents, poison: bool):
-    """The leaves of two runs of one program."""
-    f = given.with_gradients(form_of(call, implementation))
-    runs = []
+@contextlib.contextmanager
+def settings_of(call: Call) -> Iterator[None]:
+    """JAX's and our settings, as the call was drawn."""
     with contextlib.ExitStack() as settings:
         settings.enter_context(jax.enable_x64(call.x64))
         if call.strict:
@@ -35,6 +35,14 @@ def results(call: Call, implementation, given: Arguments, cotangents, poison: bo
             settings.enter_context(jax.numpy_rank_promotion("raise"))
         if call.general:
             settings.enter_context(mock.patch.dict(os.environ, JAXLLM_KERNELS="general"))
+        yield
+
+
+def results(call: Call, implementation, given: Arguments, cotangents, poison: bool):
+    """The leaves of two runs of one program."""
+    f = given.with_gradients(form_of(call, implementation))
+    runs = []
+    with settings_of(call):
         program = jax.jit(f).lower(given.leaves, cotangents).compile()
         for value in POISONS:
             if poison:

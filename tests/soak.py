@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def differences(a, b):
     """The number of arrays whose bits differ."""
     bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return sum((jnp.any(bits(x) != bits(y)).astype(int) for x, y in pairs), jnp.int32(0))
+    return sum((jnp.any(bits(x) != bits(y)).astype(jnp.int32) for x, y in pairs), jnp.int32(0))
 
 
 def repeat(program: Callable, arguments: tuple) -> tuple[int, int]:
@@ -44,24 +43,15 @@ def repeat(program: Callable, arguments: tuple) -> tuple[int, int]:
     return runs, different
 
 
-@contextlib.contextmanager
-def as_drawn(call) -> Iterator[None]:
-    """The settings of a random call."""
-    with contextlib.ExitStack() as settings:
-        settings.enter_context(jax.enable_x64(call.x64))
-        if call.general:
-            settings.enter_context(mock.patch.dict(os.environ, JAXLLM_KERNELS="general"))
-        yield
-
-
 def random_calls(seed: int, share: int) -> Iterator[tuple[str, int, int]]:
     """(call, runs, different runs), without end; calls that no kernel takes are left out."""
     import random_draws
     from random_forms import Arguments, form_of
+    from random_memory import settings_of
 
     for number in range(share, sys.maxsize, PROCESSES):
         call = random_draws.draw(seed, number)
-        with contextlib.suppress(ValueError, NotImplementedError), as_drawn(call):
+        with contextlib.suppress(ValueError, NotImplementedError), settings_of(call):
             given = Arguments(call)
             cotangents = given.cotangents(form_of(call, "xla"))
             arguments = jax.device_put((given.leaves, cotangents))
