@@ -125,7 +125,6 @@ def run(folder, *words, env=None, status=0, **options):
     return done
 
 
-@pytest.mark.timeout(600)
 def test_the_first_command_runs_in_the_checkout(folder):
     words = words_of("train.py")[0]
     done = run(folder, sys.executable, REPO / "train.py", *small(words))
@@ -148,7 +147,6 @@ print(jaxllm.__file__, pallas_kernels.__file__)
 """
 
 
-@pytest.mark.timeout(600)
 def test_the_commands_run_with_a_wheel(wheel, folder):
     chosen = sorted((words for words in words_of("jaxllm") if runs(words)), key=in_order)
     commands = {"train", "generate", "evaluate", "report", "convert", "data"}

@@ -63,7 +63,7 @@ def test_two_processes_share_sequences_sample_save_and_resume_on_other_devices(t
     )
     whole = ["--config", str(tiny), "--out_dir", str(one), *SHORT, "--train.steps", "3"]
     assert train.main(whole) == 0
-    output = both.communicate(timeout=240)[0]
+    output = both.communicate()[0]
     assert both.returncode == 0, output
     assert "mesh {'data': 1, 'fsdp': 1, 'context': 2, 'tensor': 1}" in output
     more = "--mesh.context 1 --train.steps 3".split()

@@ -25,9 +25,6 @@ cases_where = lambda wanted: pytest.mark.parametrize(
 )
 
 
-pytestmark = pytest.mark.timeout(600)  # MESHES=all needs minutes
-
-
 @pytest.fixture(scope="module")
 def result():
     return devices_run("eight_devices.py", 8)

@@ -40,7 +40,7 @@ def run_until(tiny, out_dir, step, signal_number, *more):
         if line.startswith(f"step {step}/"):
             process.send_signal(signal_number)
     process.stdout.close()
-    return process.wait(timeout=240), "".join(lines)
+    return process.wait(), "".join(lines)
 
 
 @pytest.fixture(scope="module")
