@@ -19,10 +19,9 @@ import numpy as np
 from jaxllm.data.cache import build_once, cache_folder, digest
 from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
 from jaxllm.data.corpus import batched
-from jaxllm.data.loader import Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import PREPARED, is_prepared
-from jaxllm.data.shards import ShardWriter, check_shard, open_shard
+from jaxllm.data.shards import ShardWriter, Tokens, check_shard, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_below, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.files import own, read_json, write_json

@@ -9,54 +9,22 @@ samples taken is all that a run needs to resume, even with another world or batc
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.config import IGNORE, Config
-from jaxllm.errors import InputError, RunError
+from jaxllm.data.packing import Packed
+from jaxllm.data.shards import Tokens
+from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
     from grain import DatasetIterator
     from jaxtyping import Int32
 
-    from jaxllm.data.packing import Packed
-
     Batch = dict[str, Int32[np.ndarray, "B T"]]
-
-
-class Tokens:
-    """Several token arrays, usually memory-mapped files, read as one."""
-
-    def __init__(self, parts: list[np.ndarray]):
-        self.parts = [part for part in parts if len(part)]
-        self._starts = [0, *accumulate(map(len, self.parts))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def slice(self, start: int, stop: int) -> Tokens:
-        """Returns tokens [start, stop) without reading them."""
-        bounds = zip(self.parts, self._starts, strict=False)
-        return Tokens([part[max(0, start - s) : max(0, stop - s)] for part, s in bounds])
-
-    def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
-        """Returns tokens [start, stop) as int32."""
-        pieces, i = [], bisect_right(self._starts, start) - 1
-        while start < stop:
-            file = getattr(part := self.parts[i], "_mmap", None)
-            if file and file.size() < len(file):  # the system would kill the process
-                name = getattr(part, "filename", "a shard")
-                raise RunError(f"{name} was cut to {file.size()} bytes while the run read it")
-            offset = start - self._starts[i]
-            pieces.append(part[offset : offset + stop - start].astype(np.int32))
-            start += len(pieces[-1])
-            i += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def documents(tokens: Int32[np.ndarray, "B T"], separator: int) -> Batch:

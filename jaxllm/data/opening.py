@@ -7,10 +7,10 @@ from jaxllm.config import Config, DataConfig
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.encoded import Fitted, find_encoded
-from jaxllm.data.loader import Dataset, Tokens
+from jaxllm.data.loader import Dataset
 from jaxllm.data.packing import Packed
 from jaxllm.data.paths import Found, by_split, find_files, is_prepared
-from jaxllm.data.shards import check_shard, open_shard
+from jaxllm.data.shards import Tokens, check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 from jaxllm.files import on_hub, read_json

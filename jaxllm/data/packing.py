@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 
 from jaxllm.config import IGNORE
-from jaxllm.data.loader import Tokens
+from jaxllm.data.shards import Tokens
 from jaxllm.terminal import counted
 
 

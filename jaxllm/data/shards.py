@@ -6,18 +6,50 @@ header[0] = 20240801, header[1] = 7, header[2] = number of tokens, then uint32 (
 
 import hashlib
 import os
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from jaxllm.data.cache import cached
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 
 HEADER_BYTES = 256 * 4
 # magic -> (version, dtype)
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 MAX_TOKENS = 2**31 - 1  # header[2] is an int32
 _CHUNK = 1 << 22  # tokens that the scan reads at a time: at most 16 MiB
+
+
+class Tokens:
+    """Several token arrays, usually memory-mapped files, read as one."""
+
+    def __init__(self, parts: list[np.ndarray]):
+        self.parts = [part for part in parts if len(part)]
+        self._starts = [0, *accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def slice(self, start: int, stop: int) -> "Tokens":
+        """Returns tokens [start, stop) without reading them."""
+        bounds = zip(self.parts, self._starts, strict=False)
+        return Tokens([part[max(0, start - s) : max(0, stop - s)] for part, s in bounds])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns tokens [start, stop): (stop - start,) int32."""
+        pieces, i = [], bisect_right(self._starts, start) - 1
+        while start < stop:
+            file = getattr(part := self.parts[i], "_mmap", None)
+            if file and file.size() < len(file):  # the system would kill the process
+                name = getattr(part, "filename", "a shard")
+                raise RunError(f"{name} was cut to {file.size()} bytes while the run read it")
+            offset = start - self._starts[i]
+            pieces.append(part[offset : offset + stop - start].astype(np.int32))
+            start += len(pieces[-1])
+            i += 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def open_shard(path: Path) -> np.ndarray:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxllm.config import IGNORE, Config, MeshConfig, ModelConfig, load, round_up
 from jaxllm.config.command_line import Parser, check_exists, exit_status
-from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths, open_dataset
+from jaxllm.data.shards import Tokens
 from jaxllm.errors import InputError, RunError, in_short
 from jaxllm.files import read_lines
 from jaxllm.infer.generate import add_checkpoint

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig, SampleConfig
-from jaxllm.data.loader import Dataset, Tokens
+from jaxllm.data.loader import Dataset
 from jaxllm.data.packing import Packed
+from jaxllm.data.shards import Tokens
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
 from jaxllm.infer.evaluate import text_bytes

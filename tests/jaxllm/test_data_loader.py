@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from data_settings import opened, settings, write_shard
 
-from jaxllm.data.loader import Tokens
-from jaxllm.data.shards import open_shard
+from jaxllm.data.shards import Tokens, open_shard
 from jaxllm.errors import InputError, RunError
 
 T = 4
