@@ -3,45 +3,27 @@
 An op raises ValueError, in one line, for arguments that do not fit each other, and under
 implementation="mosaic" NotImplementedError for a call that none of its kernels supports.
 """
-# ruff: noqa: F403, F405
+# ruff: noqa: F403
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pallas_kernels.public import *
 
-__all__ = [
-    "Packed",
-    "QuantizedWeight",
-    "RopeScaling",
-    "attention",
-    "cross_entropy",
-    "decode_attention",
-    "encoder",
-    "fp8_linear",
-    "gelu",
-    "layer_norm",
-    "linear_cross_entropy",
-    "mlp",
-    "quantize",
-    "quantized_linear",
-    "rms_norm",
-    "rope",
-    "row_linear",
-    "swiglu",
-    "vlstm",
-    "vlstm_step",
-]
-
 
 def __getattr__(name: str):
-    # The first look at an op imports JAX: pallas_kernels.torch mostly needs neither.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pallas_kernels import public
+    # The first look at an op imports JAX.  `from pallas_kernels import torch` asks here, too, and
+    # mostly does not need JAX.
+    if name == "__all__" or not (name.startswith("__") or find_spec(f"{__name__}.{name}")):
+        from pallas_kernels import public
 
-    return getattr(public, name)
+        names = {name: value for name, value in vars(public).items() if name[0] != "_"}
+        globals().update(names, __all__=sorted(names))
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return __getattr__("__all__")
