@@ -166,10 +166,10 @@ def _kept_by_forward(
     size = lambda array: array.size * array.dtype.itemsize
     logits = sum(size(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(size, arrays)) - logits
-    # A kernel computes logits in chunks and keeps none; then the largest chunk counts.
-    computed = (v.aval for equation in equations(traced) for v in equation.outvars)
-    chunks = (size(a) for a in computed if hasattr(a, "shape") and is_logits(a))
-    return activations, max([logits, *chunks])
+    # A kernel keeps no logits; its largest chunk counts, also in the shape of the head's fp32 dW.
+    products = (e.outvars[0].aval for e in equations(traced) if e.primitive.name == "dot_general")
+    chunk = lambda a: is_logits(a) or (a.shape[-1:] == (vocabulary,) and a.dtype.itemsize < 4)
+    return activations, max([logits, *(size(a) for a in products if chunk(a))])
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

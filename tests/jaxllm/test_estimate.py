@@ -62,6 +62,14 @@ def test_kernels_make_logits_in_chunks():
     assert estimate.activation_memory(in_fp8)["logits"] == 2 * parts["logits"]
 
 
+def test_a_chunk_of_logits_may_have_the_shape_of_the_head():
+    shape = SHAPE | {"kernels": "mosaic", "vocab_size": 300_032, "n_layers": 1, "d_model": 4096}
+    model = Llama3Config(**shape | {"n_heads": 32}, n_kv_heads=8, d_ff=4096, tie_embeddings=False)
+    for fp8, copies in ("none", 1), ("all", 2):
+        found = estimate.activation_memory(trainer_of(model, batch_size=64, fp8=fp8))
+        assert found["logits"] == copies * 4096 * 300_032 * 2
+
+
 def test_the_time_is_estimated_if_the_peak_is_known(monkeypatch):
     trainer = trainer_of(GPT2Config(**SHAPE))
     monkeypatch.setattr(estimate, "peak_flops", lambda kind: None)

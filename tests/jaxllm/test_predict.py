@@ -1,6 +1,7 @@
 """Compares predictions for GPUs that this machine lacks with counts by hand."""
 
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,11 +9,12 @@ from cases import slow
 from training_runs import error_of
 
 import train
-from jaxllm.config import Config, Llama3Config, MeshConfig, OptimizerConfig, TrainConfig
+from jaxllm.config import Config, Llama3Config, MeshConfig, OptimizerConfig, TrainConfig, load
 from jaxllm.sharding import abstract_mesh
 from jaxllm.train import estimate, metrics, predict
 from jaxllm.train.step import Trainer
 
+REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("same_environment")
 LAYERS, C, F, V, T = 3, 256, 768, 1024, 128
 QKV = C * (C + 2 * 128)
@@ -167,3 +169,20 @@ def test_a_slower_relative_of_a_device_does_not_have_its_peak(name, peak):
 
 def test_the_kinds_have_a_peak():
     assert set(predict.GPUS) <= set(predict.PEAK_FLOPS)
+
+
+@pytest.mark.parametrize("remat", ["none", *map(slow, ("dots", "mlp", "attention", "block"))])
+def test_the_page_has_these_figures(remat):
+    page = (REPO / "docs/several-gpus.md").read_text()
+    row = re.search(rf"^\| `{remat}` \| ([\d.]+) / ([\d.]+) \| ([\d.]+) / ([\d.]+) \|$", page, re.M)
+    assert row, page
+    cases = ("llama3_1b", 1, 4), ("llama3_8b", 8, 8)
+    found = []
+    for name, count, rows in cases:
+        changes = {"train.batch_size": str(rows), "train.grad_accum": "1", "mesh.fsdp": str(count)}
+        config = load(f"{REPO}/configs/{name}.yaml", changes)
+        trainer = Trainer(config, abstract_mesh(config.mesh, count))
+        kept = estimate.activation_memory(trainer, config.with_model(kernels="mosaic", remat=remat))
+        state = sum(estimate.state_memory(trainer).values())
+        found += [sum(kept.values()) / 2**30, (state + sum(kept.values())) / 2**30]
+    assert found == pytest.approx([float(x) for x in row.groups()], abs=0.051), found
