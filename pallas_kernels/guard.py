@@ -18,8 +18,8 @@ _NO_GPU = (
 )
 _NO_DERIVATIVE = (
     "its kernels compute no jvp and no second gradient (jvp, jacfwd, hessian, grad of grad), and"
-    ' kernels of generation no gradient; pass implementation="xla", and for attention, vlstm,'
-    " quantized_linear and fp8 take jacrev(grad(f)): they have no jvp there either"
+    ' kernels of generation no gradient; pass implementation="xla" (there attention, vlstm,'
+    " quantized_linear and fp8 have a hessian, but no jvp or jacfwd either)"
 )
 _SHARDED = (
     "its kernel would get whole arrays on each of {} devices; call it inside"
