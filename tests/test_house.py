@@ -201,9 +201,19 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page):
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
     prose = "".join(page.read_text().split("```")[::2])
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    prose = "".join(page.read_text().split("```")[::2])
+    for target in re.findall(r"\]\(([^)]+)\)", prose):
         if not re.match(r"https?:", target):
-            assert (page.parent / target).exists(), target
+            name, _, heading = target.partition("#")
+            other = page.parent / name if name else page
+            assert other.exists(), target
+            assert not heading or heading in headings(other), target
