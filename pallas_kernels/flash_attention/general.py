@@ -27,7 +27,7 @@ runs under the matmuls of the other.  Every block has one item; the hardware han
 
 The 255 registers of a thread and 99 KB of shared memory limit the tables of tiles.  128 rows read
 an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles are
-fastest, though some spill up to 60 bytes (docs/attention-tiles.md); A100 and H100 take them.
+fastest, though some spill up to 64 bytes (docs/attention-tiles.md); A100 and H100 take them.
 Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64 rows read
 fast enough; nobody has timed the tight tiles.
 """
