@@ -41,12 +41,12 @@ install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 
 # The files that take longest, which begin first, so that no process ends alone with one of them.
 LONG_FILES = [
-    *("test_attention.py", "test_train.py", "test_processes.py", "test_vlstm_kernels.py"),
-    "test_random_calls.py",
-    *("test_vlstm.py", "test_layer_norm.py", "test_readme.py", "test_sharding.py"),
-    *("test_models.py", "test_kills_and_full_disks.py", "test_encoder.py", "test_transforms.py"),
-    *("test_linear_cross_entropy.py", "test_remat.py", "test_rms_norm.py", "test_training.py"),
-    *("test_quantized_linear.py", "test_learn.py", "test_benchmark.py", "test_split_optimizer.py"),
+    *("test_train.py", "test_lora_runs.py", "test_settings.py", "test_attention.py"),
+    *("test_processes.py", "test_sharding.py", "test_vlstm_gated.py", "test_readme.py"),
+    *("test_vlstm.py", "test_models.py", "test_fp8_mlp.py", "test_generate.py", "test_layers.py"),
+    *("test_programs.py", "test_linear_cross_entropy.py", "test_learn.py", "test_lora.py"),
+    *("test_decode_attention.py", "test_quantized_linear.py", "test_exports.py", "test_verify.py"),
+    *("test_annotations.py", "test_transforms.py", "test_kills_and_full_disks.py"),
 ]
 
 # `pytest -m quick` runs these files, and the first case of every test with one of these endings.
