@@ -123,13 +123,12 @@ def validation(args: argparse.Namespace) -> str:
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
     size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
-    total, count = 0.0, 0
-    with jax.set_mesh(mesh), progress_bar("evaluating", len(samples), size=False) as done:
+    firsts = range(0, len(samples), size)[: args.batches]
+    total, count, shown = 0.0, 0, min(len(samples), len(firsts) * size)
+    with jax.set_mesh(mesh), progress_bar("evaluating", shown, size=False) as done:
         graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
-        for n, first in enumerate(range(0, len(samples), size)):
-            if n == args.batches:
-                break
+        for first in firsts:
             rows = [samples[min(first + i, len(samples) - 1)] for i in range(size)]
             batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
             batch["labels"][len(samples) - first :] = IGNORE  # rows to fill the batch
