@@ -139,12 +139,12 @@ def test_columns_never_touch_and_tiny_models_are_not_absurd(kind, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"]
+    "name",
+    ["NVIDIA GeForce RTX 4090", "NVIDIA B200", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
 )
 def test_a_device_is_known_by_its_name(name):
-    assert predict.PEAK_FLOPS[name.split()[-1].split("-")[0].replace("4090", "RTX4090")] == (
-        metrics.peak_flops(name)
-    )
+    kind = next(kind for kind in predict.GPUS if kind in name.replace(" ", ""))
+    assert predict.PEAK_FLOPS[kind] == metrics.peak_flops(name)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,7 @@ def test_a_device_is_known_by_its_name(name):
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA RTX A1000 6GB Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
