@@ -45,6 +45,8 @@ def test_the_state_is_split_by_fsdp_and_by_a_split_optimizer():
     assert zero["bf16 copies"] == whole["bf16 copies"] == 2 * LAYERS * BLOCK
     assert zero["gathered"] == 4 * (2 * V * C + (2 * LAYERS + 1) * C)
     assert whole["gathered"] == fsdp["gathered"] == 0
+    # Nothing is split over one replica.
+    assert estimate.state_memory(trainer_of(8, fsdp=8, shard_optimizer=True)) == fsdp
 
 
 def test_traffic_follows_the_ring_formulas():
