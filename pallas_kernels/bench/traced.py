@@ -28,10 +28,11 @@ class TracedKernel(NamedTuple):
 
     def __str__(self) -> str:
         many = f" x {self.launches}" if self.launches > 1 else ""
+        counted = lambda n, what: f"{n} {what}{'s' * (n != 1)}"
         return (
-            f"{self.name}{many}: {self.blocks} blocks of {self.warpgroups} warpgroup"
-            f"{'s' if self.warpgroups > 1 else ''}, {self.shared / 1024:.0f} KB of shared memory"
-            f" (at most {self.at_once} on an SM), arrays of {size_text(self.arrays)}"
+            f"{self.name}{many}: {counted(self.blocks, 'block')} of"
+            f" {counted(self.warpgroups, 'warpgroup')}, {self.shared / 1024:.0f} KB of shared"
+            f" memory (at most {self.at_once} on an SM), arrays of {size_text(self.arrays)}"
         )
 
 
@@ -111,4 +112,4 @@ def amount(n: float, units: dict[float, str]) -> str:
 
 
 def size_text(n: float) -> str:
-    return amount(n, {1e9: "GB", 1e6: "MB", 1e3: "KB"})
+    return amount(n, {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "KB"})
