@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
+from tokenizer_families import FAMILIES, FOLDER
 from tokenizers import models, processors
 
 import jaxllm
 from jaxllm import config as configs
-from jaxllm.data.shards import ShardWriter
+from jaxllm.data.shards import ShardWriter, Tokens
 from jaxllm.errors import InputError, RunError
 from jaxllm.files import read_lines
 from jaxllm.infer import decode, evaluate, generate, scoring
@@ -78,6 +79,16 @@ def test_the_validation_data_may_be_the_only_data(runs, tmp_path, capsys):
         assert evaluate.main(command.split()) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES[:-1])  # the last one normalizes text
+def test_the_bytes_of_texts_are_those_of_the_files(name):
+    """The space that Llama 2's tokenizer puts before each text counted as a byte of all but one."""
+    tokenizer = Tokenizer(FOLDER / name)
+    texts = ["Hello world, said the cat.", "\u00dcn\u00ef \u65e5", "a", "  two\nlines", " ."] * 3
+    ids = [i for x in texts for i in (*tokenizer.begin, *tokenizer.encode(x), *tokenizer.finish)]
+    tokens = Tokens([np.array(ids)])
+    assert evaluate.text_bytes(tokenizer, tokens, len(ids) - 1) == len("".join(texts).encode())
 
 
 def test_loss_of_short_texts(runs, tmp_path, capsys, monkeypatch):
