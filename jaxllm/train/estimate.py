@@ -201,8 +201,8 @@ def summarize(trainer: Trainer) -> str:
     flops = tokens * flops_per_token(config.model, config.train.seq_len)
     lines = [
         *_memory_lines(trainer),
-        f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters +"
-        f" sequence mixing), {config.train.steps:,} steps",
+        f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters, 4 x"
+        f" frozen ones, + sequence mixing), {config.train.steps:,} steps",
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:
