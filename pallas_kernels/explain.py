@@ -106,7 +106,9 @@ class CallPlan(NamedTuple):
             )
         else:
             yield f"{bound}: at {copy:.2f} TB/s, what a copy reaches"
-            if any(case.flops for case in CASES if self.call.startswith(f"{case.op}(")):
+            most = (part.flops or 0) / matmul / 1e6  # if all were the tensor core's
+            known = [case.flops for case in CASES if self.call.startswith(f"{case.op}(")]
+            if any(known) or most > part.limits(self.tops)["memory"]:
                 yield "the tensor core may be the limit: its share of the operations is not known"
         if part.kernels and part.arrays() > 1.1 * part.bytes:
             yield (
