@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.config import IGNORE, Config
+from jaxllm.config import IGNORE, Config, round_up
 from jaxllm.data.packing import Packed
 from jaxllm.data.shards import Tokens
 from jaxllm.errors import InputError
@@ -127,11 +127,10 @@ class Dataset:
         """
         import grain
 
-        windows = self.samples(self.val)
-        if max_batches is None or len(windows) < max_batches * batch_size:
+        windows, most = self.samples(self.val), (max_batches or 2**31) * batch_size
+        if len(windows) < most:
             windows = self.samples(self.val, whole=True)
-        batches = -(-len(windows) // batch_size)
-        count = min(batches, max_batches or batches) * batch_size
+        count = min(round_up(len(windows), batch_size), most)
         order = [i * max(len(windows), count) // count for i in range(count)]
         empty = windows[0] | {"labels": np.full_like(windows[0]["labels"], IGNORE)}
         sample = lambda i: windows[i] if i < len(windows) else empty

@@ -1,5 +1,6 @@
 """What a run prints beside its metrics: the kernels, the data's vocabulary, the next command."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_a_row_has_the_mean_time_of_the_steps_since_the_last_row():
         values = dict(loss=1.0, lr=1.0, grad_norm=1.0, skips=float(step == 4))
         run._record(step, values, seconds)
     assert [(row[0], row[4]) for row in rows] == [(3, 2.0), (4, 4.0), (6, 5.5), (7, 5.0)]
+
+
+def test_the_summary_weighs_rows_by_their_steps(tmp_path):
+    """Every 10 of 12 steps: 10 of 0.1 s and 2 of 0.4 s are 1.8 s, not 12 x 0.25."""
+    rows = [{"step": n, "loss": 1.0, "step_ms": ms} for n, ms in ((10, 100.0), (12, 400.0))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "run.json").write_text('{"tokens_per_step": 15}')
+    said = report.summarize_run(tmp_path, "")
+    assert "speed    180 tokens in 0:00:00, of which 1.8 s are steps: 100 tokens/s" in said
 
 
 def test_a_fresh_run_deletes_only_its_own_times(tmp_path, monkeypatch):
