@@ -96,7 +96,7 @@ def progress_bar(what: str, total: int, size: bool = True) -> Iterator[Callable[
         with progress.Progress(*columns, console=console, transient=True) as bar:
             console.show_cursor()  # rich hides it, and Ctrl-C would leave it hidden
             task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
+            yield lambda done: bar.update(task, completed=min(done, total))
         return
     print(what, file=sys.stderr, flush=True)
     printed = time.monotonic()
@@ -105,6 +105,6 @@ def progress_bar(what: str, total: int, size: bool = True) -> Iterator[Callable[
         nonlocal printed
         if time.monotonic() - printed >= PAUSE:
             printed = time.monotonic()
-            print(f"{what}: {done / max(total, 1):.0%}", file=sys.stderr, flush=True)
+            print(f"{what}: {min(done / max(total, 1), 1):.0%}", file=sys.stderr, flush=True)
 
     yield line

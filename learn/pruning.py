@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
-from jaxllm.config import Config, load
+from jaxllm.config import IGNORE, Config, load
 from jaxllm.data import open_dataset
 from jaxllm.errors import InputError
 from jaxllm.models import create
@@ -100,23 +100,25 @@ class Sweep:
         self._advance = jax.jit(jax.vmap(self._stretch, in_axes=(0, 0, None)))
         self.loss = jax.jit(jax.vmap(self._held_out_loss))
 
-    def _mean_loss(self, params, masks, batch):
+    def _loss(self, params, masks, batch, labels):
+        """The loss of a batch, divided by a number of labels."""
         model = nnx.merge(self.graph, masked(params, masks))
-        return model.loss(**batch, scale=1 / batch["labels"].size)
+        return model.loss(**batch, scale=1 / labels)
 
     def _stretch(self, state: State, masks: Masks, batches: dict) -> State:
         """Training steps on some batches, of one model."""
 
         def step(state, batch):
             # The loss sees only what is left, so other weights get no gradient and have no effect.
-            grads = jax.grad(self._mean_loss)(state.params, masks, batch)
+            grads = jax.grad(self._loss)(state.params, masks, batch, batch["labels"].size)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             return State(optax.apply_updates(state.params, updates), opt_state), None
 
         return jax.lax.scan(step, state, batches)[0]
 
     def _held_out_loss(self, params, masks):
-        return jax.lax.map(lambda b: self._mean_loss(params, masks, b), self.held_out).mean()
+        labels = (self.held_out["labels"] != IGNORE).sum()
+        return jax.lax.map(lambda b: self._loss(params, masks, b, labels), self.held_out).sum()
 
     def train(self, state: State, masks: Masks, first: int, last: int) -> State:
         """Trains with these masks through the stretches first ... last - 1."""

@@ -106,7 +106,9 @@ class CallPlan(NamedTuple):
             )
         else:
             yield f"{bound}: at {copy:.2f} TB/s, what a copy reaches"
-            if any(case.flops for case in CASES if self.call.startswith(f"{case.op}(")):
+            most = (part.flops or 0) / matmul / 1e6  # if all were the tensor core's
+            known = [case.flops for case in CASES if self.call.startswith(f"{case.op}(")]
+            if any(known) or most > part.limits(self.tops)["memory"]:
                 yield "the tensor core may be the limit: its share of the operations is not known"
         if part.kernels and part.arrays() > 1.1 * part.bytes:
             yield (
@@ -271,7 +273,8 @@ def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]
 def _flops(part: Part) -> str:
     if not part.flops:
         return "operations are not counted"
-    count = amount(part.flops, {1e9: "billion", 1e6: "million", 1e3: "thousand"})
+    names = {1e12: "trillion", 1e9: "billion", 1e6: "million", 1e3: "thousand"}
+    count = amount(part.flops, names)
     return f"{count} operations" + ("" if part.tensor else " in the jnp form, as XLA counts")
 
 
@@ -308,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("size", nargs="*", metavar="AXIS=N", help="B=8, for example")
     parser.add_argument("--variant", default=None, help="of the benchmark's table")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw an SVG")
-    given = parser.parse_args(argv)
+    given = parser.parse_intermixed_args(argv)
     cases = [case for case in CASES if case.op == given.op]
     named = {case.variant: case for case in reversed(cases)}
     case = cases[0] if given.variant is None else named.get(given.variant)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.config import IGNORE, Config
+from jaxllm.config import IGNORE, Config, round_up
 from jaxllm.data.packing import Packed
 from jaxllm.data.shards import Tokens
 from jaxllm.errors import InputError
@@ -122,16 +122,19 @@ class Dataset:
     ) -> DatasetIterator[Batch]:
         """Returns an iterator of at most `max_batches` batches, the same at every call.
 
-        If `max_batches` leaves some out, the batches are spread evenly over all windows. Only whole
-        batches are returned; if the windows do not fill one, they repeat.
+        If `max_batches` leaves some windows out, the batches are spread evenly over the full ones.
+        Otherwise every label comes once; what then fills the last batch has no labels.
         """
         import grain
 
-        windows = self.samples(self.val)
-        batches = max(1, min(len(windows) // batch_size, max_batches or len(windows)))
-        count = batches * batch_size
-        order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
-        samples = grain.MapDataset.source(order).map(windows.__getitem__)
+        windows, most = self.samples(self.val), (max_batches or 2**31) * batch_size
+        if len(windows) < most:
+            windows = self.samples(self.val, whole=True)
+        count = min(round_up(len(windows), batch_size), most)
+        order = [i * max(len(windows), count) // count for i in range(count)]
+        empty = windows[0] | {"labels": np.full_like(windows[0]["labels"], IGNORE)}
+        sample = lambda i: windows[i] if i < len(windows) else empty
+        samples = grain.MapDataset.source(order).map(sample)
         return self._batches(samples, batch_size, 0, rank, world)
 
     def _batches(

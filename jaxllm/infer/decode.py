@@ -103,8 +103,7 @@ def generate(
     rows: number of identical rows to compute, so that a mesh can divide the batch.
     ends: the text stops before the first of these ids.
     """
-    most = most_tokens(nnx.merge(graph, params).config)
-    count = config.tokens
+    most, count = most_tokens(nnx.merge(graph, params).config), config.tokens
     if most is not None:
         prompt = prompt[-max(most - count, most // 2, 1) :]
         count = min(count, most - len(prompt))

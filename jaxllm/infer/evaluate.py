@@ -90,9 +90,8 @@ def _run(args: argparse.Namespace) -> None:
 
 def validation(args: argparse.Namespace) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    config = None
-    if (args.checkpoint / "config.yaml").is_file():
-        config = _configuration(args.checkpoint, args.overrides)
+    is_run = (args.checkpoint / "config.yaml").is_file()
+    config = _configuration(args.checkpoint, args.overrides) if is_run else None
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -116,20 +115,17 @@ def validation(args: argparse.Namespace) -> str:
         )
     data = open_dataset(config, training=False)
     where = config.data.val_path or config.data.path or config.data.source
-    print(
-        f"data: {counted(data.val_tokens, 'token')} of {where} ({data.description})",
-        file=sys.stderr,
-    )
+    said = f"data: {counted(data.val_tokens, 'token')} of {where} ({data.description})"
+    print(said, file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     samples = data.samples(data.val, whole=True)
     size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
-    total, count = 0.0, 0
-    with jax.set_mesh(mesh), progress_bar("evaluating", len(samples), size=False) as done:
+    firsts = range(0, len(samples), size)[: args.batches]
+    total, count, shown = 0.0, 0, min(len(samples), len(firsts) * size)
+    with jax.set_mesh(mesh), progress_bar("evaluating", shown, size=False) as done:
         graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
-        for n, first in enumerate(range(0, len(samples), size)):
-            if n == args.batches:
-                break
+        for first in firsts:
             rows = [samples[min(first + i, len(samples) - 1)] for i in range(size)]
             batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
             batch["labels"][len(samples) - first :] = IGNORE  # rows to fill the batch
@@ -150,9 +146,13 @@ def validation(args: argparse.Namespace) -> str:
 
 def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     """Bytes of the text of the first `count` predicted tokens, without special tokens."""
-    parts = ((i, min(i + _DECODED, count + 1)) for i in range(1, count + 1, _DECODED))
-    texts = (tokenizer.decode(tokens.read(*x), special=False, clean=False) for x in parts)
-    return sum(len(text.encode()) for text in texts)
+    total, around = 0, [*tokenizer.begin, *tokenizer.finish]
+    for first in range(1, count + 1, _DECODED):
+        ids = tokens.read(first, min(first + _DECODED, count + 1))
+        # Text by text: some tokenizers put a space before each, and decode without the first.
+        for text in np.split(ids, np.flatnonzero(np.isin(ids, around))):
+            total += len(tokenizer.decode(text, special=False, clean=False).encode())
+    return total
 
 
 def _configuration(

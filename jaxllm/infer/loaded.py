@@ -67,5 +67,4 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
     tokenizer = decode.open_tokenizer(weights)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh), jax.transfer_guard("allow"):
-        model = nnx.merge(*decode.load_model(weights, mesh))
-    return Loaded(model, tokenizer, weights.config)
+        return Loaded(nnx.merge(*decode.load_model(weights, mesh)), tokenizer, weights.config)

@@ -70,34 +70,35 @@ class Writer:
 
 
 class Speed:
-    """Fills texts with tokens, counts them, and times those after the first block of each batch.
+    """Fills texts with tokens, counts them, and times the full blocks after each batch's first.
 
-    The first block includes the pass over the prompts and, in the first batch, compilation, so its
-    time is not a measure of speed.
+    The first block includes the pass over the prompts and, in the first batch, compilation.  The
+    last one takes the time of a full block, whatever is left to write.
     """
 
     def __init__(self, block: int):
         self.block = block
-        self.tokens, self.seconds = 0, 0.0  # of all blocks
-        self.timed, self.timed_seconds = 0, 0.0  # after the first block
+        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0  # waited: until the first blocks
+        self.timed, self.timed_seconds = 0, 0.0
 
     def fill(self, texts: list["Text"], stream: Iterable[np.ndarray]) -> None:
         """Adds a batch's tokens to `texts`, of which there may be fewer, and finishes them."""
-        begun, clock = time.perf_counter(), None
+        begun, arrivals, counts = time.perf_counter(), [], []
         for step, tokens in enumerate(stream):
-            if step == 1:  # the first block has arrived
-                clock = time.perf_counter()
+            if step and (step - 1) % self.block == 0:
+                arrivals.append(time.perf_counter())
             before = sum(text.count for text in texts)
             for text, token in zip(texts, tokens, strict=False):
                 text.add(int(token))
-            count = sum(text.count for text in texts) - before
-            self.tokens += count
-            self.timed += count * (step > self.block)
+            counts.append(sum(text.count for text in texts) - before)
             if all(text.done for text in texts):
                 break
-        end = time.perf_counter()
-        self.seconds += end - begun
-        self.timed_seconds += end - (clock or end)
+        end, full = time.perf_counter(), (len(counts) - 1) // self.block
+        if full > 1:
+            self.timed += sum(counts[1 + self.block : 1 + full * self.block])
+            self.timed_seconds += arrivals[full - 1] - arrivals[0]
+        self.tokens, self.seconds = self.tokens + sum(counts), self.seconds + end - begun
+        self.waited += (arrivals or [end])[0] - begun
         for text in texts:
             text.finish()
 
@@ -106,9 +107,8 @@ class Speed:
         text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {size} at once"
         if not self.timed:
             return f"{text}: too few to separate from the prompts and the compilation"
-        waited = self.seconds - self.timed_seconds
         return (
-            f"{text}: {waited:.1f} s for prompts and compilation, then"
+            f"{text}: {self.waited:.1f} s for prompts and compilation, then"
             f" {self.timed / self.timed_seconds:,.0f} tokens/s"
         )
 

@@ -286,8 +286,7 @@ def fused_linear(
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
     biases = [layer.bias[...] for layer in layers if layer.bias is not None]
     bias = _side_by_side(biases) if biases else None
-    joint = replace(held, array=weight, axes=(None, "tensor"), total=None)
-    y = joint.times(x, bias, dtype, norm)
+    y = replace(held, array=weight, axes=(None, "tensor"), total=None).times(x, bias, dtype, norm)
     adapters = [layer.adapter for layer in layers]
     if not any(adapters):
         return y

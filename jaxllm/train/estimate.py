@@ -69,7 +69,7 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
     if trainer.config.train.grad_accum > 1:  # the float32 sum over the parts of the batch
         gradients = parameters + gradients * (trainer.mesh.size > 1)
-    if trainer.config.mesh.shard_optimizer:  # the parameters without a copy
+    if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # without a copy
         gathered = working_memory(trainer) - copies
     return {
         "frozen": _bytes_of_one_device(state.base),
@@ -201,8 +201,8 @@ def summarize(trainer: Trainer) -> str:
     flops = tokens * flops_per_token(config.model, config.train.seq_len)
     lines = [
         *_memory_lines(trainer),
-        f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters +"
-        f" sequence mixing), {config.train.steps:,} steps",
+        f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters, 4 x"
+        f" frozen ones, + sequence mixing), {config.train.steps:,} steps",
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:

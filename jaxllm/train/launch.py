@@ -128,10 +128,10 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
 def print_header(trainer: Trainer, data: Dataset | None) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
+    steps, rows, warmup = config.train.steps, config.train.batch_size, config.optimizer.warmup_steps
     print(f"model    {trainer.describe()}")
     print(f"data     {'not opened in a dry run' if data is None else data.description}")
     if data is not None and isinstance(data.train, Packed):
-        steps, rows = config.train.steps, config.train.batch_size
         print(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
     elif data is not None and data.tokenizer is not None:
         print(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
@@ -141,7 +141,6 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
             f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
             " the others cost memory and time, and are never read"
         )
-    steps, warmup = config.train.steps, config.optimizer.warmup_steps
     if warmup > steps:
         print(
             f"rate     optimizer.warmup_steps={warmup} exceeds train.steps={steps}: the learning"
@@ -157,8 +156,8 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
     if peak := peak_flops(mesh.devices.flat[0].device_kind):
         flops = flops_per_token(config.model, config.train.seq_len)
         print(
-            f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters + sequence mixing)"
-            f" x tokens/s / ({mesh.size} x {peak / 1e12:.0f} TFLOP/s)"
+            f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters, 4 x frozen ones, +"
+            f" sequence mixing) x tokens/s / ({mesh.size} x {peak / 1e12:.0f} TFLOP/s)"
         )
 
 
@@ -259,8 +258,7 @@ def open_log(
         each = text_bytes(tokenizer, dataset.val, count) / count
         about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
     report.describe(out_dir, about, dispatch.decisions())
-    peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
-    tracker = None
+    tracker, peak = None, peak_flops(trainer.mesh.devices.flat[0].device_kind)
     if config.train.tracker == "wandb":
         tracker = Wandb(out_dir, config.model_dump())
         print(f"tracker  wandb, {tracker.where}")

@@ -24,17 +24,17 @@ from jaxllm.files import write_whole
 from jaxllm.terminal import PAUSE, is_interactive
 
 # {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # they stand first
+PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12, "GB200": 2500e12}  # first
 PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 PEAK_FLOPS["RTX4090"] = 165e12  # sums in float32
-SLOWER = re.compile(r"MIG|Laptop|4090D|A100\d")  # parts of such a GPU, and others like A1000
+SLOWER = re.compile(r"MIG|Laptop|4090 ?D|A100\d")  # parts of such a GPU, and others like A1000
 WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
     name = device_kind.replace(" ", "")
-    parts = [] if SLOWER.search(name) else PEAK_FLOPS
+    parts = [] if SLOWER.search(device_kind) else PEAK_FLOPS
     return next((PEAK_FLOPS[part] for part in parts if part in name), None)
 
 
@@ -102,7 +102,7 @@ class RunLog:
     def train(
         self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, skips: int = 0
     ) -> None:
-        """Logs a step that took `seconds`; skips: updates skipped in a row."""
+        """Logs a step; seconds: of one, as the mean since the last row; skips: skipped in a row."""
         self.seconds.append(seconds)
         while len(self.seconds) > 1 and sum(self.seconds) - self.seconds[0] >= WINDOW:
             self.seconds.popleft()

@@ -16,8 +16,9 @@ import sys
 import time
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import yaml
@@ -231,13 +232,13 @@ def summary(run: LoadedRun) -> dict[str, str]:
         "model": str(run.about.get("model", "")),
         "steps": f"{run.steps:,}{wanted}",
         "tokens": f"{run.steps * run.tokens:,}" if run.tokens else "",
-        "loss of the last step": number("loss", "{:.4f}"),
+        "last loss": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
         "best validation, bits per byte": bits,
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
         "MFU, median": number("mfu", "{:.1%}", median),
         "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
-        "updates skipped": number("skips", "{}", len),
+        "updates skipped": number("skips", "{:,}", len),
         "device": str(run.about.get("device", "")),
         "duration": "" if not duration else str(timedelta(seconds=round(duration))),
         "started": str(run.about.get("started", "")),
@@ -286,8 +287,8 @@ def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
         lines.append(line)
         tokens = run.steps * (run.tokens or 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
-        times = [ms / 1e3 for _, ms in run.points("step_ms")]
-        if spent := mean(times or [0]) * run.steps:  # some steps may not be logged
+        rows = [(0, 0.0), *run.points("step_ms")]  # each for the steps since the row before
+        if spent := sum((s - b) * ms / 1e3 for (b, _), (s, ms) in pairwise(rows)):
             line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
         lines.append(line)
     pages = [out_dir / name for name in ("loss.png", "report.html")]

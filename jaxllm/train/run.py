@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 
 from jaxllm.config import Config, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
@@ -177,6 +178,7 @@ class Run:
         self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples, saved, changed = 0, 0, {}, ""
         self.skips = 0  # updates skipped in a row, up to the last recorded step
+        self.times: list[float] = []  # of the steps since the last one that was logged
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
@@ -324,8 +326,10 @@ class Run:
             self.canary.check(step)
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
         self.skips = int(skips)
+        self.times.append(seconds)
         if skips or "loss" in self._due(step):
-            self.log.train(step, loss, lr, norm, seconds, self.skips)
+            self.log.train(step, loss, lr, norm, fmean(self.times), self.skips)
+            self.times.clear()
         if not skips:
             return
         self.log.message(

@@ -86,7 +86,9 @@ class Trainer:
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
         model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
-        self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
+        pads = config.model.padded_vocab_size - config.model.vocab_size  # rows of each table
+        pads *= config.model.d_model * (1 if model.head is None else 2)
+        self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params)) - pads
         self.lora = config.model.adapters
         self.packing = packing
         self.abstract_base = NONE

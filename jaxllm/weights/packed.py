@@ -92,8 +92,7 @@ def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel
     """The model, with its own head if that is packed; for nnx.eval_shape."""
     model = create(config)
     if packing is not None and packing.head is not None and model.head is None:
-        own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))
-        model.head = nnx.data(own)
+        model.head = nnx.data(Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0)))
     return model
 
 

@@ -217,13 +217,13 @@ CASES = (
     attention(
         "window 1024",
         shapes(_ATTENTION, (1, 16384, 16, 16, 128)),
-        pairs=lambda n: 1024 * (n["T"] - 512),
+        pairs=lambda n: min(n["T"], 1024) * (n["T"] - min(n["T"], 1024) / 2),
         window=1024,
     ),
     attention(
         "documents",
         shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
-        pairs=lambda n: n["T"] * n["L"] / 2,
+        pairs=lambda n: (n["T"] // n["L"] * n["L"] ** 2 + (n["T"] % n["L"]) ** 2) / 2,
         packed=True,
     ),
     _attention_packed((32, 1024, 2304), (4, 2048, 4608)),

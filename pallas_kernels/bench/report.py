@@ -63,7 +63,7 @@ def table(result: dict):
 
 def _unmeasured(result: dict, title: str):
     """The table without times: what each op must move and compute, and the jnp form's error."""
-    caption = "error: of the jnp form, relative, RMS"
+    caption = "error: of the jnp form, relative, RMS   GFLOP: of matmuls, or all that XLA counts"
     view = _empty_table(title, caption, "MB, GFLOP, operations a byte, error")
     for r in result["records"]:
         error = r["error"].get("xla")
@@ -92,7 +92,7 @@ def _draw_unmeasured(result: dict, path: Path) -> None:
     bars = figure.subplots()
     bars.set_title(f"Not measured: {result['not_measured']}", fontsize=8, wrap=True)
     bars.barh(range(len(records)), [r["flops"] / r["bytes"] for r in records], color="lightgrey")
-    bars.set(xscale="log", xlabel="operations a byte; below about 270 memory limits an H100")
+    bars.set(xscale="log", xlabel="operations a byte; below 270 (fp8: 540) memory limits an H100")
     _one_line_each(bars, records)
     figure.savefig(path, dpi=120)
 

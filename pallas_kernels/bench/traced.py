@@ -1,6 +1,7 @@
 """Reads our kernels from a traced program: their blocks, buffers and launches."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -8,6 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 _SMEM = 227 * 1024  # of an SM, for blocks
 _THREADS = 2048  # of an SM
+_PASSES = "kernel_guard", "optimization_barrier", "reshape", "get"  # return their arguments' arrays
 
 
 class TracedKernel(NamedTuple):
@@ -28,23 +30,35 @@ class TracedKernel(NamedTuple):
 
     def __str__(self) -> str:
         many = f" x {self.launches}" if self.launches > 1 else ""
+        counted = lambda n, what: f"{n} {what}{'s' * (n != 1)}"
         return (
-            f"{self.name}{many}: {self.blocks} blocks of {self.warpgroups} warpgroup"
-            f"{'s' if self.warpgroups > 1 else ''}, {self.shared / 1024:.0f} KB of shared memory"
-            f" (at most {self.at_once} on an SM), arrays of {size_text(self.arrays)}"
+            f"{self.name}{many}: {counted(self.blocks, 'block')} of"
+            f" {counted(self.warpgroups, 'warpgroup')}, {self.shared / 1024:.0f} KB of shared"
+            f" memory (at most {self.at_once} on an SM), arrays of {size_text(self.arrays)}"
         )
 
 
-def kernels_of(jaxpr, launches: int = 1) -> list[TracedKernel]:
-    """The Mosaic kernels of a traced program, in its order."""
-    found = {}
+def kernels_of(jaxpr, launches: int = 1, given: Sequence[int] = ()) -> list[TracedKernel]:
+    """The Mosaic kernels of a traced program, in its order.
+
+    given: numbers of the program's arguments; equal ones are the same array, as an array that holds
+    q, k and v is three arguments of a kernel.
+    """
+    found, numbers = {}, dict(zip(map(id, jaxpr.invars), given, strict=False))
+    number = lambda v: numbers.get(id(v), id(v))
     for eqn in jaxpr.eqns:
+        taken = [number(v) for v in eqn.invars]
+        if eqn.primitive.name in _PASSES:
+            numbers |= zip(map(id, eqn.outvars), taken, strict=False)
         if eqn.primitive.name == "mpmd_map":
-            new = [_kernel(eqn, launches)]
+            arrays = dict(zip(taken, eqn.invars, strict=True))
+            new = [_kernel(eqn, launches, [*arrays.values(), *eqn.outvars])]
         else:
             times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            inner = jaxprs_in_params(eqn.params)
-            new = [kernel for sub in inner for kernel in kernels_of(sub, launches * times)]
+            new = []
+            for sub in jaxprs_in_params(eqn.params):
+                own = taken if len(sub.invars) == len(taken) else ()
+                new += kernels_of(sub, launches * times, own)
         for kernel in new:
             same = found.get(kernel._replace(launches=0))
             total = kernel.launches + (same.launches if same else 0)
@@ -52,7 +66,7 @@ def kernels_of(jaxpr, launches: int = 1) -> list[TracedKernel]:
     return list(found.values())
 
 
-def _kernel(eqn, launches: int) -> TracedKernel:
+def _kernel(eqn, launches: int, arrays: list) -> TracedKernel:
     mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
     buffers = _buffers(inside)
     aligned = lambda a: _size(a) + -_size(a) % 1024 if _is_data(a) else _size(a)
@@ -66,7 +80,7 @@ def _kernel(eqn, launches: int) -> TracedKernel:
         warpgroups=mesh.num_threads or 1,
         shared=shared,
         tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers if _is_data(a)),
-        arrays=sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars)),
+        arrays=sum(_size(v.aval) for v in arrays),
         launches=launches,
     )
 
@@ -111,4 +125,4 @@ def amount(n: float, units: dict[float, str]) -> str:
 
 
 def size_text(n: float) -> str:
-    return amount(n, {1e9: "GB", 1e6: "MB", 1e3: "KB"})
+    return amount(n, {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "KB"})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from data_settings import opened, settings, write_shard
 
+from jaxllm.config import IGNORE
 from jaxllm.data.shards import Tokens, open_shard
 from jaxllm.errors import InputError, RunError
 
@@ -134,7 +135,7 @@ def test_prefetching_changes_nothing(tmp_path, config):
 def test_one_window_is_enough(tmp_path, config):
     data = counting(tmp_path, config, sizes=(5,), val=6)
     assert take(data.train_batches(2, 0, 1), 2) == [[0, 0], [0, 0]]
-    assert take(data.val_batches(2, 0, 1, 9), 9) == [[0, 0]]
+    assert take(data.val_batches(2, 0, 1, 9), 9) == [[0, 4]]  # the second has one label
 
 
 @pytest.mark.parametrize(("batch", "world"), [(6, 4), (2, 4)])
@@ -151,9 +152,9 @@ def test_a_batch_that_the_ranks_cannot_divide_is_refused(tmp_path, config, batch
 def test_validation_ends_and_is_the_same_each_time(tmp_path, config):
     data = counting(tmp_path, config, val=4 * 11 + 1)
     whole = take(data.val_batches(4, 0, 1, None), 99)
-    assert len(whole) == 2  # 11 windows
+    assert len(whole) == 3  # 11 windows
     assert whole == take(data.val_batches(4, 0, 1, 5), 99)
-    assert len(set(flat(whole))) == 8
+    assert len(set(flat(whole))) == 11
     ranks = [flat(take(data.val_batches(4, rank, 2, None), 99)) for rank in range(2)]
     assert ranks == [flat(batch[at] for batch in whole) for at in (slice(2), slice(2, 4))]
 
@@ -168,9 +169,13 @@ def test_few_validation_batches_are_spread_over_all_windows(tmp_path, config):
     ]
 
 
-def test_too_few_validation_windows_repeat(tmp_path, config):
-    data = counting(tmp_path, config, val=4 * 3 + 1)
-    assert take(data.val_batches(8, 0, 1, 4), 99) == [[0, 4, 8, 0, 4, 8, 0, 4]]
+@pytest.mark.parametrize("tokens", [4 * 3 + 1, 4 * 3 + 3, 4 * 8 + 1, 4 * 9])
+def test_validation_that_has_room_for_all_takes_every_label_once(tmp_path, config, tokens):
+    data = counting(tmp_path, config, val=tokens)
+    batches = list(data.val_batches(8, 0, 1, 4))
+    assert {batch["labels"].shape for batch in batches} == {(8, 4)}
+    labels = np.concatenate([batch["labels"].ravel() for batch in batches])
+    assert labels[labels != IGNORE].tolist() == data.val.read(1, tokens).tolist()
 
 
 def test_the_end_of_the_tokens_is_held_out_by_default(tmp_path, config):

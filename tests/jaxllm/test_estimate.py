@@ -6,7 +6,7 @@ from cases import slow
 from training_runs import error_of
 
 import train
-from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig, load
 from jaxllm.sharding import make_mesh
 from jaxllm.train import estimate
 from jaxllm.train.step import Trainer
@@ -38,17 +38,29 @@ def test_the_estimated_memory_is_close_to_what_the_compiler_allocates(remat):
     assert 0.6 * allotted.temp_size_in_bytes < temporary < 1.8 * allotted.temp_size_in_bytes
 
 
+def test_rows_that_pad_the_vocabulary_are_no_parameters():
+    """GPT-2's 124,439,808 were 124,475,904."""
+    gpt2 = load("gpt2_124m").model
+    assert trainer_of(gpt2).describe() == "gpt2, 124,439,808 parameters"
+    shape = SHAPE | {"vocab_size": 100, "n_layers": 1}
+    block = 4 * 128 * 128 + 3 * 128 * 384 + 2 * 128
+    for tied, tables in ((True, 1), (False, 2)):
+        model = Llama3Config(**shape, n_kv_heads=4, d_ff=384, tie_embeddings=tied)
+        assert trainer_of(model).n_params == block + 128 + tables * 100 * 128
+
+
 def test_parts_of_the_memory():
     whole, parts = (
         trainer_of(GPT2Config(**SHAPE), grad_accum=n) for n in (1, 4)
     )  # in parts, activations shrink and gradients are summed in float32
     one, four = (estimate.state_memory(t) | estimate.activation_memory(t) for t in (whole, parts))
-    assert one["parameters"] == four["parameters"] == 4 * whole.n_params
-    assert one["moments"] == pytest.approx(8 * whole.n_params, rel=1e-4)
+    held = whole.n_params + 24 * 128  # with the rows that pad the vocabulary
+    assert one["parameters"] == four["parameters"] == 4 * held
+    assert one["moments"] == pytest.approx(8 * held, rel=1e-4)
     matrices = 4 * 12 * 128 * 128  # in four blocks
     assert one["bf16 copies"] == 2 * matrices
-    assert one["gradients"] == 4 * whole.n_params - 2 * matrices
-    assert four["gradients"] == 4 * whole.n_params  # matmuls add to the sums in place
+    assert one["gradients"] == 4 * held - 2 * matrices
+    assert four["gradients"] == 4 * held  # matmuls add to the sums in place
     assert four["activations"] < 0.3 * one["activations"]
     assert one["logits"] == pytest.approx(4 * four["logits"], rel=0.1)
     assert one["logits"] >= 8 * 128 * 1024 * (4 + 2)  # float32 and bf16

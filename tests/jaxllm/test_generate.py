@@ -369,7 +369,7 @@ sys.exit(command_line.exit_status(lambda: print("the text")))"""
     assert (done.returncode, done.stderr) == (1, error)
 
 
-def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypatch):
+def test_speed_counts_all_tokens_and_times_the_full_blocks_after_the_first(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(writer.time, "perf_counter", lambda: now[0])
 
@@ -393,6 +393,10 @@ def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypat
     ended = texts()
     speed.fill(ended, iter([bytes(4), b"abcd"]))  # after the last end no token is asked for
     assert (speed.line(4), {text.text for text in ended}) == (right, {""})
+    for steps, more in ((8, 4), (9, 8)):  # half of the last block takes as long as all of it
+        speed = writer.Speed(block=2)
+        speed.fill(texts()[:2], stream(1.0, steps))
+        assert (speed.timed, speed.timed_seconds) == (4 + more, 1 + more / 4)
     short = writer.Speed(block=2)
     short.fill(texts()[:1], stream(1.0, 1))
     assert short.line(1).startswith("1 token in 0.00 s, 1 at once: too few")

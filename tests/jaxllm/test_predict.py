@@ -47,6 +47,8 @@ def test_the_state_is_split_by_fsdp_and_by_a_split_optimizer():
     assert zero["bf16 copies"] == whole["bf16 copies"] == 2 * LAYERS * BLOCK
     assert zero["gathered"] == 4 * (2 * V * C + (2 * LAYERS + 1) * C)
     assert whole["gathered"] == fsdp["gathered"] == 0
+    # Nothing is split over one replica.
+    assert estimate.state_memory(trainer_of(8, fsdp=8, shard_optimizer=True)) == fsdp
 
 
 def test_traffic_follows_the_ring_formulas():
@@ -141,12 +143,12 @@ def test_columns_never_touch_and_tiny_models_are_not_absurd(kind, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"]
+    "name",
+    ["NVIDIA GeForce RTX 4090", "NVIDIA B200", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
 )
 def test_a_device_is_known_by_its_name(name):
-    assert predict.PEAK_FLOPS[name.split()[-1].split("-")[0].replace("4090", "RTX4090")] == (
-        metrics.peak_flops(name)
-    )
+    kind = next(kind for kind in predict.GPUS if kind in name.replace(" ", ""))
+    assert predict.PEAK_FLOPS[kind] == metrics.peak_flops(name)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,7 @@ def test_a_device_is_known_by_its_name(name):
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA RTX A1000 6GB Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),

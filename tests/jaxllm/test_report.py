@@ -79,6 +79,15 @@ def test_a_page_is_self_contained(tmp_path):
     assert report.INK not in text
 
 
+def test_a_last_step_without_a_finite_loss_does_not_get_an_earlier_one(tmp_path):
+    run = a_run(tmp_path / "one", 20)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 21, "loss": None, "skips": 1}))
+    text = Page(report.page([report.LoadedRun(run)])).text
+    assert "steps21 of 20" in text
+    assert "last loss4.8000" in text  # it said "loss of the last step"
+
+
 def test_several_runs_share_the_charts(tmp_path, capsys):
     runs = [a_run(tmp_path / "one", 20), a_run(tmp_path / "two", 30, slope=0.02)]
     assert report.main([*map(str, runs), "--out", str(tmp_path / "x.html")]) == 0

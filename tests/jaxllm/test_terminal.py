@@ -14,6 +14,7 @@ import time
 import pytest
 from training_runs import REPO, command, losses
 
+from jaxllm import terminal
 from jaxllm.train.process import STOPPING, StopSignals
 
 PRINTS = """
@@ -51,6 +52,15 @@ def test_standard_input_never_raises(more, read):
     env = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(["bash", "-c", words], env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"'{read}'\n", "")
+
+
+def test_progress_ends_at_all(monkeypatch, capsys):
+    """A last batch that was not full ended an evaluation at 150%."""
+    monkeypatch.setattr(terminal, "PAUSE", 0)
+    with terminal.progress_bar("counting", 4, size=False) as done:
+        done(3)
+        done(6)
+    assert capsys.readouterr().err == "counting\ncounting: 75%\ncounting: 100%\n"
 
 
 @pytest.mark.slow

@@ -164,6 +164,7 @@ def test_a_run_without_a_gpu_says_what_it_cannot_measure(tmp_path, capsys, monke
     assert run.main(["gelu", "--out", str(tmp_path / "results")]) == 0
     shown = capsys.readouterr().out
     assert "Not measured: times, rates and ceilings, because the platform is cpu, not gpu" in shown
+    assert "GFLOP: of matmuls, or all that XLA counts" in shown
     row = next(line for line in shown.splitlines() if "backward" in line)
     assert " 0.0246 " in row  # MB of x, dy and dx
     result = json.loads((tmp_path / "results" / "benchmark.json").read_text())

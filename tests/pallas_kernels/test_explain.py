@@ -68,6 +68,52 @@ def test_the_benchmark_counts_what_it_knows_and_xla_the_rest():
     assert "its share of the operations is not known" in str(found)
 
 
+@pytest.mark.parametrize("variant", ["window 1024", "documents"])
+@pytest.mark.parametrize("T", [200, 1024, 3000])
+def test_attention_counts_the_pairs_that_a_short_text_has(variant, T, capsys):
+    """A window longer than the text gave a negative count, longer documents too many pairs."""
+    case = next(case for case in module.CASES if case.variant == variant)
+    sizes = case.sizes[0] | dict(B=1, H=1, D=1, T=T)
+    seen = np.tri(T, dtype=bool)
+    if variant == "documents":
+        document = np.arange(T) // sizes["L"]
+        seen &= document == document[:, None]
+    else:
+        seen &= ~np.tri(T, k=-1024, dtype=bool)
+    # Half of the diagonal's squares are counted.
+    assert seen.sum() - T / 2 <= case.flops(sizes) / 4 <= seen.sum()
+    assert main(["attention", "--variant", variant, f"T={T}", "B=1"]) == 0  # in any order
+    assert "must move; -" not in capsys.readouterr().out
+
+
+@on_cpu
+def test_an_array_of_q_k_and_v_counts_once():
+    """It is three arguments of a kernel, so packed attention read 2.5 times what it reads."""
+    q, joint = like("bfloat16", 1, 256, 2, 64), like("bfloat16", 1, 256, 3 * 128)
+    apart, packed = (
+        explain("attention", q, q, q),
+        explain("attention", Packed(joint, ((2, 64),) * 3)),
+    )
+    assert [p.arrays() for p in packed.parts] == [p.arrays() for p in apart.parts[:1]]
+
+
+@on_cpu
+def test_many_rows_of_packed_weights_may_be_bound_by_the_tensor_core(capsys):
+    """256 rows need 37 us there; it said 13.5 us, memory, and nothing else."""
+    for rows, unknown in ((1, False), (256, True)):
+        words = f"quantized_linear M={rows} --variant".split()
+        assert main([*words, "int4 group 128"]) == 0
+        assert ("the tensor core may be the limit" in capsys.readouterr().out) == unknown
+
+
+def test_counts_have_their_unit_and_number():
+    found = explain("rms_norm", like("bfloat16", 4, 64), like("float32", 64))
+    if found.parts[0].kernels:
+        assert "rms_norm_forward: 1 block of 1 warpgroup, " in str(found)
+    head = like("bfloat16", 8192, 2048), like("float32", 128256, 2048), like("int32", 8192)
+    assert "4.3 trillion operations" in str(explain("linear_cross_entropy", *head))
+
+
 @on_cpu
 def test_fp8_operands_have_twice_the_tensor_cores_speed():
     x, weight = like("bfloat16", 128, 256), like("bfloat16", 256, 512)
