@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -118,20 +119,16 @@ def validation(args: argparse.Namespace) -> str:
     said = f"data: {counted(data.val_tokens, 'token')} of {where} ({data.description})"
     print(said, file=sys.stderr)
     mesh = make_mesh(MeshConfig())
-    samples = data.samples(data.val, whole=True)
-    size = round_up(min(args.batch_size or config.train.batch_size, len(samples)), mesh.size)
-    firsts = range(0, len(samples), size)[: args.batches]
-    total, count, shown = 0.0, 0, min(len(samples), len(firsts) * size)
-    with jax.set_mesh(mesh), progress_bar("evaluating", shown, size=False) as done:
+    total, count, rows = 0.0, 0, len(data.samples(data.val, whole=True))
+    size = round_up(min(args.batch_size or config.train.batch_size, rows), mesh.size)
+    rows = min(rows, size * (args.batches or rows))
+    with jax.set_mesh(mesh), progress_bar("evaluating", rows, size=False) as done:
         graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
-        for first in firsts:
-            rows = [samples[min(first + i, len(samples) - 1)] for i in range(size)]
-            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            batch["labels"][len(samples) - first :] = IGNORE  # rows to fill the batch
+        for n, batch in enumerate(islice(data.val_batches(size, 0, 1), args.batches), 1):
             total += float(loss_sum(params, batch))
             count += int((batch["labels"] != IGNORE).sum())
-            done(first + size)
+            done(n * size)
     loss = total / count
     if not math.isfinite(loss):
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")

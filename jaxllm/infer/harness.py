@@ -75,7 +75,8 @@ class RunLM(TemplateLM):
         if add_special_tokens is None:
             begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
             add_special_tokens = not begun
-        return (self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode)(string)
+        encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
+        return encode(string)
 
     @property
     def tokenizer_name(self) -> str:

@@ -83,22 +83,24 @@ class Speed:
 
     def fill(self, texts: list["Text"], stream: Iterable[np.ndarray]) -> None:
         """Adds a batch's tokens to `texts`, of which there may be fewer, and finishes them."""
-        begun, arrivals, counts = time.perf_counter(), [], []
+        begun, step, blocks = time.perf_counter(), 0, []  # (arrival of a block, tokens before it)
         for step, tokens in enumerate(stream):
             if step and (step - 1) % self.block == 0:
-                arrivals.append(time.perf_counter())
-            before = sum(text.count for text in texts)
+                blocks.append((time.perf_counter(), self.tokens))
+            self.tokens -= sum(text.count for text in texts)
             for text, token in zip(texts, tokens, strict=False):
                 text.add(int(token))
-            counts.append(sum(text.count for text in texts) - before)
+            self.tokens += sum(text.count for text in texts)
             if all(text.done for text in texts):
                 break
-        end, full = time.perf_counter(), (len(counts) - 1) // self.block
-        if full > 1:
-            self.timed += sum(counts[1 + self.block : 1 + full * self.block])
-            self.timed_seconds += arrivals[full - 1] - arrivals[0]
-        self.tokens, self.seconds = self.tokens + sum(counts), self.seconds + end - begun
-        self.waited += (arrivals or [end])[0] - begun
+        end = time.perf_counter()
+        if step % self.block == 0:  # the last block is full
+            blocks.append((end, self.tokens))
+        if len(blocks) > 2:
+            self.timed += blocks[-1][1] - blocks[1][1]
+            self.timed_seconds += blocks[-2][0] - blocks[0][0]
+        self.seconds += end - begun
+        self.waited += blocks[0][0] - begun
         for text in texts:
             text.finish()
 
@@ -107,10 +109,8 @@ class Speed:
         text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {size} at once"
         if not self.timed:
             return f"{text}: too few to separate from the prompts and the compilation"
-        return (
-            f"{text}: {self.waited:.1f} s for prompts and compilation, then"
-            f" {self.timed / self.timed_seconds:,.0f} tokens/s"
-        )
+        waited = f"{self.waited:.1f} s for prompts and compilation"
+        return f"{text}: {waited}, then {self.timed / self.timed_seconds:,.0f} tokens/s"
 
 
 class Text:

@@ -212,7 +212,8 @@ class LanguageModel(Layer):
 
         dtype: of the logits; None: `hidden`'s.  In bf16 many logits are equal.
         """
-        z = (self.embedding.logits if self.head is None else self.head)(hidden, dtype)
+        head = self.embedding.logits if self.head is None else self.head
+        z = head(hidden, dtype)
         return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
 
     def __call__(self, tokens: Integer[Ids, "B T"], **options) -> Float[Array, "B T V"]:

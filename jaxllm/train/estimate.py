@@ -202,7 +202,7 @@ def summarize(trainer: Trainer) -> str:
     lines = [
         *_memory_lines(trainer),
         f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters, 4 x"
-        f" frozen ones, + sequence mixing), {config.train.steps:,} steps",
+        f" if frozen, + sequence mixing), {config.train.steps:,} steps",
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:

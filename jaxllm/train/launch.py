@@ -156,7 +156,7 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
     if peak := peak_flops(mesh.devices.flat[0].device_kind):
         flops = flops_per_token(config.model, config.train.seq_len)
         print(
-            f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters, 4 x frozen ones, +"
+            f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters, 4 x if frozen, +"
             f" sequence mixing) x tokens/s / ({mesh.size} x {peak / 1e12:.0f} TFLOP/s)"
         )
 

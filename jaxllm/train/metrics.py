@@ -24,9 +24,9 @@ from jaxllm.files import write_whole
 from jaxllm.terminal import PAUSE, is_interactive
 
 # {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12, "GB200": 2500e12}  # first
-PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-PEAK_FLOPS["RTX4090"] = 165e12  # sums in float32
+PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # they stand first
+PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12}
+PEAK_FLOPS |= {"L40S": 362e12, "RTX4090": 165e12}  # the last one with sums in float32
 SLOWER = re.compile(r"MIG|Laptop|4090 ?D|A100\d")  # parts of such a GPU, and others like A1000
 WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
