@@ -93,6 +93,7 @@ LADDER = Ladder(
     inputs=inputs,
     sizes=({"batch": 2, "time": 4096, "heads": 16, "width": 128},),
     small={"batch": 1, "time": 256, "heads": 1, "width": 64},
+    again={"batch": 2, "time": 128, "heads": 2, "width": 128},
     bytes=_bytes,
     flops=_flops,
     counted=(
