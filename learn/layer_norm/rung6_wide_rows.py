@@ -32,7 +32,7 @@ from pallas_kernels import mosaic
 
 ROWS = 2  # of a tile
 SLOTS = 3  # tiles of a block in shared memory
-SMALL = {"rows": 24}  # for the interpreter: six tiles for each of two blocks
+SMALL = {"rows": 24, "cols": 768}  # for the interpreter: six tiles a block, of three chunks
 BLOCKS = 4 * 132  # at most: four for each SM of an H100 (two fit at 4096 columns)
 WARPS = 4  # that share a row
 

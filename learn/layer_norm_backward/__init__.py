@@ -13,7 +13,7 @@ from pallas_kernels import layer_norm
 
 def inputs(sizes):
     shape = sizes["rows"], sizes["cols"]
-    x, dy = (normal(seed, shape, jnp.bfloat16) for seed in (0, 1))
+    x, dy = (1 + normal(0, shape)).astype(jnp.bfloat16), normal(1, shape, jnp.bfloat16)
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=1)
     r = lax.rsqrt(jnp.var(wide, axis=1) + 1e-5)
