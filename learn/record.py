@@ -75,6 +75,7 @@ class Notebook:
 
 def requests(layout, addresses: np.ndarray, itemsize: int) -> int:
     """Requests of a load: the lines that each instruction of a warp touches, added up."""
+    alike = 1  # warps that load the same
     if isinstance(layout, fa.WGStridedFragLayout):
         lanes = addresses.reshape(-1, 32 * layout.vec_size)
     elif isinstance(layout, fa.TiledLayout):
@@ -91,9 +92,10 @@ def requests(layout, addresses: np.ndarray, itemsize: int) -> int:
         last = [d for d in (*layout.lane_dims, layout.vector_dim) if isinstance(d, int)]
         moved = np.moveaxis(addresses, last, range(-len(last), 0))
         lanes = moved.reshape(-1, math.prod(moved.shape[-len(last) :]))
+        alike = math.prod(d.times for d in layout.warp_dims if isinstance(d, fa.Replicated))
     else:
         return 0
-    return sum(len(np.unique(row * itemsize // LINE)) for row in lanes)
+    return alike * sum(len(np.unique(row * itemsize // LINE)) for row in lanes)
 
 
 def touched(key, access) -> tuple[np.ndarray, int]:
