@@ -166,7 +166,7 @@ def example(ladder: Ladder, rung: ModuleType, sizes: Sizes | None = None) -> Exa
 def check(ladder: Ladder, rung: ModuleType, run: Callable, sizes: Sizes | None = None) -> Any:
     """Asserts that a rung's results are as near to float64 as XLA's; returns them.
 
-    run(function, arguments): runs the rung.  sizes: other than those of `small`.
+    run(function, arguments): runs the rung.  sizes: instead of the rung's `small`.
     """
     inputs, truth, expected = example(ladder, rung, sizes)
     actual = run(*call(ladder, rung, inputs))

@@ -185,7 +185,7 @@ def _inline_load(book, arguments):
 
 
 def _inline_copy(book, arguments):
-    """A copy of ampere.py: by cp.async, or by the threads' stores, or a wait for the former."""
+    """A copy of ampere.py: by cp.async or by the threads' stores, or a wait for cp.async."""
     code, args, place = arguments["fn"], arguments["args"], _place(book, arguments)
     if not args:  # a wait, or the warps meet
         if code.copies is not None:

@@ -303,6 +303,8 @@ KERNEL, GRID = "return mosaic.kernel(", "grid=(rows // ROWS,)"
         (ROWS, [(GRID, "grid=(2 * rows // ROWS,)"), ('"block")', '"block") // 2')],
          "a race on y_ref[0:4, 0:256]: a write and a write by two blocks"),
         (RING, [("        plgpu.wait_smem_to_gmem(0)\n", "")], "finished on thread warpgroup 0."),
+        ("matmul.rung7_persistent", [("plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass")],
+         "a race on y_smem["),
         ("layer_norm_backward.rung4_persistent", [("BLOCKS", "MANY")], "call the largest number"),
         ("layer_norm_backward.rung2_parts", [("min(PARTS, x.shape[0] // ROWS)", "1")],
          "a block takes 4 turns, all 16 rows"),

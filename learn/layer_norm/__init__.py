@@ -42,7 +42,7 @@ def _once(sizes):
 
 
 def loads(book, array=None):
-    """Loads from global memory, or those of an array like this one."""
+    """Loads from global memory, of all arrays or of one like this."""
     found = [e for e in book.events if e.kind == "load" and e.space == "global"]
     return found if array is None else [e for e in found if e.array == like(array)]
 
