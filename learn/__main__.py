@@ -73,8 +73,9 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
     return failed
 
 
+KEY, SLICE = re.compile(r"HostAllocationKey\(([^)]*)\)"), re.compile(r"slice\((\d+), (\d+), 1\)")
 ACCESS = re.compile(
-    r"(write|read) of HostAllocationKey\(([^)]*)\)\[\(?(.*?)\)?\] from"
+    rf"(write|read) of {KEY.pattern}\[\(?(.*?)\)?\] from"
     r" \w+\(device_id=\d+, cluster_id=\d+, block_id=(\d+), warpgroup_id=(\d+)"
 )
 
@@ -84,12 +85,11 @@ def ended(book):
     """Ends the program, with a line, if the kernel inside waits for what never comes."""
 
     def give_up():
-        last = {(e.block, e.wg): e for e in book.events if e.kernel == book.at}
-        waiting = next((e for e in last.values() if e.kind == "wait"), None)
-        what = waiting and (
-            f": block {', '.join(map(str, waiting.block))}, warpgroup {waiting.wg} waits for"
-            f" {waiting.buffer}, on which too little arrives"
-        )
+        events = [e for e in book.events if e.kernel == book.at]
+        last = {(e.wg, e.warp): e for e in events if e.block == events[-1].block}
+        each = [f"warpgroup {e.wg} waits for {e.buffer}" for e in last.values() if e.kind == "wait"]
+        block = ", ".join(map(str, events[-1].block)) if events else ""
+        what = each and f": in block {block} {', '.join(each)}, on which too little arrives"
         print(f"not yet: the kernel has not ended after {PATIENCE} s{what or ''}", flush=True)
         os._exit(1)  # the interpreter's threads cannot be stopped
 
@@ -105,12 +105,19 @@ def why(error: Exception, book, rung) -> str:
     """An error's cause in a line; the interpreter's come with the traces of several threads."""
     text = str(error).partition("\n-----")[0].partition("\n see current operation")[0]
     text = text.rpartition("Error details: ")[2]
+    named = lambda key: book.names.get(tuple(map(int, re.findall(r"=(-?\d+)", key))), "a buffer")
     both = ACCESS.findall(text)[:2]
     if "RACE DETECTED" in text and len(both) == 2:
-        key = tuple(int(number) for number in re.findall(r"=(-?\d+)", both[0][1]))
+        (_, key, at, *one), (*_, b, wg) = both
+        buffer = named(key)
         who = " and ".join(f"a {what} by block {b}, warpgroup {wg}" for what, *_, b, wg in both)
-        at = re.sub(r"slice\((\d+), (\d+), 1\)", r"\1:\2", both[0][2])
-        return f"a race on {book.names.get(key, 'a buffer')}[{at}]: {who}, in no order"
+        # The interpreter numbers the blocks of a cluster; a block of the grid alone is number 0.
+        if one == [b, wg] and len({e.block for e in book.events if e.buffer == buffer}) > 1:
+            who = f"a {both[0][0]} and a {both[1][0]} by two blocks, or by a block and its TMA"
+        return f"a race on {buffer}[{SLICE.sub(r'\1:\2', at)}]: {who}, in no order"
+    text = KEY.sub(lambda key: named(key[1]), SLICE.sub(r"\1:\2", text))
+    text = re.sub(r"Access\(range=\((.*?),?\), permutation=None\)", r"\1", text)
+    text = re.sub(r"Warpgroup\(.*?warpgroup_id=(\d+)\)", r"warpgroup \1", text)
     lines = [line for line in text.splitlines() if line.strip()] or [repr(error)]
     causes = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     cause = (causes or lines)[-1].strip()
@@ -127,8 +134,11 @@ def lower(ladder, rung) -> None:
 
     prepare = getattr(rung, "prepare", lambda *inputs: inputs)
     shapes = jax.eval_shape(lambda: ladder.inputs(ladder.sizes[0]))
+    formula = ladder.formulas.get(ladders.number(rung), ladder.reference)
     run = jax.jit(lambda *inputs: getattr(rung, ladder.name)(*prepare(*inputs)))
-    run.trace(*shapes).lower(lowering_platforms=("cuda",))
+    traced = run.trace(*shapes)
+    ladders.check_types(ladder, traced.out_info, jax.eval_shape(formula, *shapes))
+    traced.lower(lowering_platforms=("cuda",))
 
 
 def _text(inputs) -> str:
@@ -154,10 +164,18 @@ def pictures(book, rung, folder: Path, bandwidth: float) -> list[Path]:
     return made
 
 
+def needs_a_cpu(what: str) -> None:
+    import jax
+
+    if jax.default_backend() == "gpu":
+        raise SystemExit(f"error: {what} interprets on the CPU: set JAX_PLATFORMS=cpu")
+
+
 def check(name: str, number: int, path: Path) -> int:
     """Tests a file of the reader's as a rung."""
     from learn import record
 
+    needs_a_cpu("check")
     ladder = ladders.find(name)
     pick(ladder, [number])
     own = {Path(r.__file__): ladders.number(r) for r in ladders.rungs(ladder)}
@@ -178,8 +196,11 @@ def check(name: str, number: int, path: Path) -> int:
                 raise ValueError("no kernel ran: an answer calls mosaic.kernel")
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
-        where = f"for a GPU, at {stairs.text(ladder.sizes[0])}: "
         if not complaint:
+            where = f"at {stairs.text(ladder.again)}, another size: "
+            with record.recording() as book, ended(book):
+                ladders.check(ladder, rung, record.watched(book), ladder.again)
+            where = f"for a GPU, at {stairs.text(ladder.sizes[0])}: "
             lower(ladder, rung)
     except Exception as error:
         complaint = where + why(error, book, rung)
@@ -306,6 +327,8 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     on_gpu = jax.default_backend() == "gpu"
+    if arguments.trace:
+        needs_a_cpu("--trace")
     if on_gpu or arguments.trace:
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import math
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,7 @@ class Ladder(NamedTuple):
     inputs: Callable[[Sizes], tuple]
     sizes: tuple[Sizes, ...]  # at which a GPU times it
     small: Sizes  # at which a CPU interprets it
+    again: Sizes  # at which it tests a reader's answer, too, which may fit `small` alone
     bytes: Callable[[Sizes], float]  # that must move
     flops: Callable[[Sizes], float]  # of the tensor core
     counted: tuple[Callable[[Sizes], float], ...]  # microseconds of each rung, as its docstring
@@ -79,12 +82,12 @@ def load(path: Path, number: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"learn.rung{number}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"error: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as e:
         raise SystemExit(f"error: {e.filename}, line {e.lineno}: {e.msg}") from e
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         line = [frame.lineno for frame in frames if frame.filename == spec.origin][-1]
         raise SystemExit(f"error: {path}, line {line}: {type(e).__name__}: {e}") from e
@@ -128,6 +131,11 @@ def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
     return jnp.asarray(np.resize(values.astype(np.float32), shape), dtype)
 
 
+def like(array) -> tuple[int, str]:
+    """Elements and dtype, which tell a kernel's arrays apart whatever their names and shapes."""
+    return math.prod(array.shape), str(jnp.dtype(array.dtype))
+
+
 class Example(NamedTuple):
     """Inputs at small sizes, and results to compare a rung's with."""
 
@@ -139,9 +147,10 @@ class Example(NamedTuple):
 _examples: dict[tuple, Example] = {}
 
 
-def example(ladder: Ladder, rung: ModuleType) -> Example:
+def example(ladder: Ladder, rung: ModuleType, sizes: Sizes | None = None) -> Example:
     """The inputs for a rung, and the results; rungs of the same sizes share them."""
-    sizes, formula = small(ladder, rung), ladder.formulas.get(number(rung), ladder.reference)
+    sizes = small(ladder, rung) if sizes is None else sizes
+    formula = ladder.formulas.get(number(rung), ladder.reference)
     key = ladder.name, formula, *sizes.items()
     if key not in _examples:
         inputs = ladder.inputs(sizes)
@@ -154,17 +163,26 @@ def example(ladder: Ladder, rung: ModuleType) -> Example:
     return _examples[key]
 
 
-def check(ladder: Ladder, rung: ModuleType, run: Callable) -> Any:
+def check(ladder: Ladder, rung: ModuleType, run: Callable, sizes: Sizes | None = None) -> Any:
     """Asserts that a rung's results are as near to float64 as XLA's; returns them.
 
-    run(function, arguments): runs the rung.
+    run(function, arguments): runs the rung.  sizes: instead of the rung's `small`.
     """
-    inputs, truth, expected = example(ladder, rung)
+    inputs, truth, expected = example(ladder, rung, sizes)
     actual = run(*call(ladder, rung, inputs))
+    check_types(ladder, actual, expected)
     leaves = [jax.tree.leaves(x) for x in (actual, expected, truth)]
     for i, (a, e, t) in enumerate(zip(*leaves, strict=True)):
-        assert (a.shape, a.dtype) == (e.shape, e.dtype), (
-            f"result {i} is {a.dtype}{a.shape}, not {e.dtype}{e.shape}"
-        )
         kernel_checks.assert_error_ratio(a, e, t, f"result {i}")
     return actual
+
+
+def check_types(ladder: Ladder, actual: Any, expected: Any) -> None:
+    """Asserts that there are as many results as there must be, of the right shapes and dtypes."""
+    results, wanted = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (actual, expected))
+    assert len(results) == len(wanted), (
+        f"{ladder.name} returns {len(results)} results, not {len(wanted)}"
+    )
+    kind = lambda a: "None" if a is None else f"{a.dtype}{a.shape}"
+    for i, (a, e) in enumerate(zip(results, wanted, strict=True)):
+        assert kind(a) == kind(e), f"result {i} is {kind(a)}, not {kind(e)}"

@@ -221,8 +221,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments, more = parser.parse_known_args(argv)
     try:
         if arguments.draw:
-            draw(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".svg"))
+            result = json.loads(arguments.draw.read_text())
+            if "rows" not in result:
+                raise InputError(f"{arguments.draw} has no rows: name a pruning.json")
+            draw(result, arguments.draw.with_suffix(".svg"))
             return 0
+        if arguments.seeds < 1:
+            raise InputError(f"--seeds {arguments.seeds} is below 1: raise it")
         overrides = overrides_of(more)
         config = load(arguments.config, (QUICK if arguments.quick else {}) | overrides)
         if config.train.steps < STRETCHES:

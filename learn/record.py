@@ -25,6 +25,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state import primitives as state_primitives
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
+from learn.ladder import like
 from pallas_kernels import mosaic
 
 LOADS = (state_primitives.get_p, gpu_primitives.load_p)
@@ -36,7 +37,8 @@ REGISTERS = memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
 class Event(NamedTuple):
     """One thing that a warpgroup does."""
 
-    kind: str  # load, store, copy in, copy out, arrive, wait, wait copies, wgmma, wait wgmma
+    # load, store, copy in, copy out, arrive, wait, wait copies, wait copies in, wgmma, wait wgmma
+    kind: str
     kernel: int
     block: tuple[int, ...]
     wg: int
@@ -46,8 +48,10 @@ class Event(NamedTuple):
     requests: int = 0  # that the warps of a load from global memory make, if its layout is known
     first: int = 0  # the first index along the last axis
     where: int = 0  # the instruction: the same number in every turn of a loop
-    count: int = 0  # copies or wgmmas that a wait leaves, or multiply-adds of a wgmma
-    barrier: str = ""  # the one on which a copy arrives
+    count: int = 0  # copies or wgmmas that a wait leaves, multiply-adds of a wgmma
+    barrier: str = ""  # the one on which a copy arrives; a copy of ampere.py has none
+    warp: int | None = None  # if a warp does it alone
+    array: tuple[int, str] = (0, "")  # in global memory: `like` of all of it
 
 
 class Notebook:
@@ -71,6 +75,7 @@ class Notebook:
 
 def requests(layout, addresses: np.ndarray, itemsize: int) -> int:
     """Requests of a load: the lines that each instruction of a warp touches, added up."""
+    alike = 1  # warps that load the same
     if isinstance(layout, fa.WGStridedFragLayout):
         lanes = addresses.reshape(-1, 32 * layout.vec_size)
     elif isinstance(layout, fa.TiledLayout):
@@ -87,9 +92,10 @@ def requests(layout, addresses: np.ndarray, itemsize: int) -> int:
         last = [d for d in (*layout.lane_dims, layout.vector_dim) if isinstance(d, int)]
         moved = np.moveaxis(addresses, last, range(-len(last), 0))
         lanes = moved.reshape(-1, math.prod(moved.shape[-len(last) :]))
+        alike = math.prod(d.times for d in layout.warp_dims if isinstance(d, fa.Replicated))
     else:
         return 0
-    return sum(len(np.unique(row * itemsize // LINE)) for row in lanes)
+    return alike * sum(len(np.unique(row * itemsize // LINE)) for row in lanes)
 
 
 def touched(key, access) -> tuple[np.ndarray, int]:
@@ -99,10 +105,15 @@ def touched(key, access) -> tuple[np.ndarray, int]:
     return addresses, np.dtype(dtype).itemsize
 
 
+def _array(key) -> tuple[int, str]:
+    return like(cb._get_shared_memory().buffer_shape_and_dtype(key))
+
+
 def _place(book: Notebook, arguments) -> dict:
     location = arguments["mesh_location"]
     block = tuple(int(i) for i in location.cluster_coords)
-    return dict(kernel=book.at, block=block, wg=int(location.thread_id))
+    warp = location.warp_id  # None: all warps of the warpgroup
+    return dict(kernel=book.at, block=block, wg=int(location.thread_id), warp=warp)
 
 
 def _named(book: Notebook, key, access=None) -> str:
@@ -134,10 +145,10 @@ def _load_or_store(kind, book, arguments):
         return
     addresses, itemsize = touched(key, access)
     instruction = id(arguments["source_info"])
-    space, wanted = "shared", 0
+    space, wanted, array = "shared", 0, (0, "")
     if key.memory_space_id == GLOBAL:
         layout, _ = book.layouts.get((instruction, addresses.shape), (None, None))
-        space, wanted = "global", requests(layout, addresses, itemsize)
+        space, wanted, array = "global", requests(layout, addresses, itemsize), _array(key)
     event = Event(
         kind,
         **_place(book, arguments),
@@ -147,21 +158,55 @@ def _load_or_store(kind, book, arguments):
         requests=wanted,
         first=_first(access),
         where=instruction,
+        array=array,
     )
     book.events.append(event)
 
 
 def _copy(kind, book, arguments):
-    prefix = "dst_" if kind == "copy in" else "src_"
+    prefix, other = ("dst_", "src_") if kind == "copy in" else ("src_", "dst_")
     key, access = _access(arguments, prefix)
     addresses, itemsize = touched(key, access)
+    array = _array(_key(arguments[f"{other}allocation_key_as_array"]))
     barrier = ""
     if kind == "copy in":
         barrier = _named(book, _key(arguments["barrier_allocation_key_as_array"]))
     book.events.append(
         Event(kind, **_place(book, arguments), buffer=_named(book, key, access), space="global",
-              bytes=addresses.size * itemsize, where=id(arguments["source_info"]), barrier=barrier)
+              bytes=addresses.size * itemsize, where=id(arguments["source_info"]), barrier=barrier,
+              array=array)
     )  # fmt: skip
+
+
+def _inline_load(book, arguments):
+    """A load by code in Mosaic's own language."""
+    given = dict(allocation_key_as_array=arguments["key"], transforms=arguments["transforms"] or ())
+    _load_or_store("load", book, {**arguments, **given})
+
+
+def _inline_copy(book, arguments):
+    """A copy of ampere.py: by cp.async or by the threads' stores, or a wait for cp.async."""
+    code, args, place = arguments["fn"], arguments["args"], _place(book, arguments)
+    if not args:  # a wait, or the warps meet
+        if code.copies is not None:
+            book.events.append(Event("wait copies in", **place, count=code.copies))
+        return
+    tile = dict(allocation_key_as_array=args[1], transforms=arguments["transforms"][1] or ())
+    key, access = _access(tile)
+    addresses, itemsize = touched(key, access)
+    rows, end = len(addresses), args[5] - args[4] if len(args) > 5 else len(addresses)
+    size = addresses.size // rows * min(max(int(end), 0), rows) * itemsize
+    event = Event(
+        "copy in" if code.asynchronous else "store",
+        **place,
+        buffer=_named(book, key, access),
+        space="global",
+        bytes=size,
+        count=int(code.commits),
+        where=id(arguments["source_info"]),
+        array=_array(_key(args[0])),
+    )
+    book.events.append(event)
 
 
 def _wait_or_arrive(kind, book, arguments):
@@ -259,6 +304,10 @@ def _reading_layouts(book: Notebook, function):
                 # The source_info is kept, so that no other one gets its id; loads may share it.
                 key = id(eqn.source_info), eqn.outvars[0].aval.shape
                 book.layouts[key] = layout.to_mgpu(), eqn.source_info
+            elif eqn.primitive is gpu_primitives.inline_mgpu_p:
+                for result in eqn.params["flat_ret_ty"]:
+                    key = id(eqn.source_info), result.shape
+                    book.layouts[key] = result.layout.to_mgpu(), eqn.source_info
         return function(self, jaxpr, token, *args)
 
     return interpret
@@ -332,7 +381,9 @@ def recording():
             replace(cb, name, _allocating(book, getattr(cb, name), which))
         start = _starting(book, cb._initialize_shared_memory)
         replace(cb, "_initialize_shared_memory", start)
-        replace(extension, "_wgmma", _observed(book, extension._wgmma, _wgmma))
+        for name, note in (("_wgmma", _wgmma), ("_read", _inline_load),
+                           ("_run_on_memory", _inline_copy)):  # fmt: skip
+            replace(extension, name, _observed(book, getattr(extension, name), note))
         wait = gpu_primitives.wgmma_wait_p
         stack.callback(extension._EXTRA.pop, wait)
         extension._EXTRA[wait] = _wgmma_wait(book)
@@ -364,7 +415,11 @@ def summary(book: Notebook) -> str:
     if loads:
         asked = sum(e.requests for e in loads)
         words.append(f"{total(loads)} bytes loaded in {asked} requests of the warps")
-    if ins:
-        words.append(f"{total(ins)} bytes copied in by TMA")
+    for how, copies in (
+        ("TMA", [e for e in ins if e.barrier]),
+        ("cp.async", [e for e in ins if not e.barrier]),
+    ):
+        if copies:
+            words.append(f"{total(copies)} bytes copied in by {how}")
     written = f"{total(stores) + total(outs)} bytes written"
     return ", ".join([*words, written])

@@ -32,7 +32,7 @@ MEANING = {
     "load": "waits for its loads from global memory",
     "compute": "computes, reads or writes shared memory, stores",
     "wgmma": "tensor core multiplies",
-    "copy in": "TMA copy arriving",
+    "copy in": "copy arriving",
     "ready": "data in the buffer",
     "copy out": "TMA reads the buffer, to copy it out",
 }
@@ -75,8 +75,9 @@ class _Warpgroup:
     def __init__(self, sm: _Sm, name: str, events: list[Event]):
         self.sm, self.name, self.events = sm, name, events
         self.at, self.now = 0, 0.0
-        self.waits: dict[str, int] = {}  # how often it has waited for each barrier
+        self.waits: dict[tuple, int] = {}  # how often it, or a warp of it, waited for a barrier
         self.loads: list[tuple[int, float]] = []  # under way: instruction and arrival
+        self.groups = [0.0]  # of copies in without a barrier: arrival; the last one is open
         self.stores: list[dict[str, float]] = []  # copies out: when they are "read" and "done"
         self.wgmmas: list[float] = []
 
@@ -122,7 +123,11 @@ class _Warpgroup:
         if e.buffer in self.sm.full:
             self.add("ready", self.now, "", e.buffer, self.sm.full.pop(e.buffer))
         arrives = self.sm.move(self.now, e.bytes)
-        self.sm.done.setdefault(e.barrier, []).append(arrives)
+        if e.barrier:
+            self.sm.done.setdefault(e.barrier, []).append(arrives)
+        else:
+            self.groups[-1] = max(self.groups[-1], arrives)
+            self.groups += [0.0] * e.count
         self.add("copy in", arrives, "", e.buffer, self.now)
         self.sm.full[e.buffer] = arrives
         self.add("compute", self.now + ISSUE)
@@ -138,10 +143,11 @@ class _Warpgroup:
         return True
 
     def _wait(self, e: Event) -> bool:
-        time = self.sm.phase(e.buffer, self.waits.get(e.buffer, 0))
+        waiter = e.buffer, e.warp
+        time = self.sm.phase(e.buffer, self.waits.get(waiter, 0))
         if time is None:
             return False
-        self.waits[e.buffer] = self.waits.get(e.buffer, 0) + 1
+        self.waits[waiter] = self.waits.get(waiter, 0) + 1
         self.add("wait", time, e.buffer)
         return True
 
@@ -155,6 +161,11 @@ class _Warpgroup:
         if left > 0:
             self.add("wait", self.stores[left - 1][e.buffer], "copies out")
             self.stores = self.stores[left:] if e.buffer == "done" else self.stores
+        return True
+
+    def _wait_copies_in(self, e: Event) -> bool:
+        while len(self.groups) - 1 > e.count:
+            self.add("wait", self.groups.pop(0), "copies in")
         return True
 
     def _wgmma(self, e: Event) -> bool:

@@ -39,7 +39,10 @@ def kernels_run_here():
     # JAX chooses the interpreter while tracing, so nothing traced outside may be reused inside.
     jax.clear_caches()
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        # Copies take turns in so many places of the clocks.  With JAX's 5 a wait for a copy soon
+        # counts as a wait for an older one, too, whose buffer may then be overwritten too early.
+        params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=1000)
+        with plgpu.force_gpu_interpret_mode(params):
             yield
         races = interpreter.get_races()  # 0.12 raises at once; 0.11.2 only sets this flag
         assert races is None or not races.races_found, "the kernel has a race"

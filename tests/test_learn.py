@@ -20,6 +20,7 @@ LADDERS = [ladders.find(name) for name in ladders.names()]
 RUNGS = [(ladder, rung) for ladder in LADDERS for rung in ladders.rungs(ladder)]
 SHIPS = [(ladder, ladders.rungs(ladder)[-1]) for ladder in LADDERS]  # with tests of their own
 OURS = [x for x in RUNGS if x not in SHIPS]
+LAST = [ladders.rungs(ladder)[-2] for ladder in LADDERS]  # of ours, which have all ideas before
 name = lambda value: getattr(value, "__name__", getattr(value, "name", None)).removeprefix("learn.")
 books = {}  # what each rung did, for the tests below
 # Rungs that change a constant of the rung before, or whose code a later one repeats or runs.
@@ -58,7 +59,47 @@ def test_an_exercise_refuses_the_rung_that_it_starts_from(ladder):
             assert wanted(book, *inputs), f"{name(before)} passes for rung {number}"
 
 
-LAST = [ladders.rungs(ladder)[-2] for ladder in LADDERS]  # of ours, which have all ideas before
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="pictures are of interpreted runs")
+@pytest.mark.parametrize("ladder", LADDERS, ids=name)
+def test_the_pictures_on_the_page_are_of_the_rungs(ladder, tmp_path):
+    for rung in ladders.rungs(ladder):
+        stored = ladders.HERE / ladder.name / f"{name(rung).rpartition('.')[2]}.svg"
+        if stored.exists() and rung in books:
+            drawn = command.pictures(books[rung][0], rung, tmp_path, ladder.bandwidth)
+            assert stored.read_text() in [path.read_text() for path in drawn], "draw it again"
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+@pytest.mark.parametrize(
+    ("ladder", "rung"),
+    [x if x[1] in LAST else slow(*x) for x in OURS],
+    ids=name,
+)
+def test_a_rung_is_right_at_the_other_size_of_check(ladder, rung):
+    with record.recording() as book:
+        ladders.check(ladder, rung, record.watched(book), ladder.again)
+    assert not set(ladder.small.items()) & set(ladder.again.items()) - {("DQK", 64), ("DV", 128)}
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="the interpreter counts")
+@pytest.mark.parametrize(
+    ("ladder", "number", "moved"),
+    [
+        # Three walks over x; two weights for each of two blocks of four warps.
+        ("layer_norm", 2, f" {3 * 8 * 8 + 2 * 8 * 2 * 4} requests of the warps"),
+        # Two warps of a warpgroup wait for the same phase of a barrier.
+        ("attention_backward", 5, f" {3 * 192 * 64 * 2 + 2 * 192 * 4} bytes written"),
+        # h and C in bfloat16; n, and two statistics of each row, in float32.
+        ("vlstm", 7, f" {2 * (128 + 2 * 64) * 128 + 4 * (2 * 64 + 2 * 128)} bytes written"),
+        # x and words of 4 bits, with scales in bfloat16 for each of four warps.
+        ("low_bit_gemv", 6, f" {2 * 1024 + 1024 * 16 // 2 + 4 * 16 * 2} bytes loaded"),
+    ],
+)
+def test_a_rung_is_drawn_and_counted(ladder, number, moved, tmp_path, capsys):
+    assert command.main([ladder, str(number), "--trace", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert moved in out
+    assert "wrote" in out
 
 
 @pytest.mark.parametrize(
@@ -90,9 +131,14 @@ def test_a_rung_is_short_and_counts(ladder, rung):
     assert f"({name(rung).rpartition('.')[2]}.py)" in page
 
 
-def test_a_docstring_states_what_was_measured():
+def test_a_docstring_states_what_was_counted_and_measured():
     times = {key: value["times"] for key, value in json.loads(command.RESULTS.read_text()).items()}
     for ladder, rung in RUNGS:
+        counted = re.search(r"\nCounted: (.*?)\n\n", rung.__doc__, re.DOTALL)[1]
+        found = re.findall(r"([\d.]+)\s(us|ms)\b", counted.replace(",", ""))
+        stated = [float(number) * (1000 if unit == "ms" else 1) for number, unit in found]
+        count = ladder.counted[ladders.number(rung) - 1](ladder.sizes[0])
+        assert pytest.approx(count, rel=0.03) in stated, name(rung)
         if ladder.name in times:
             measured = times[ladder.name][stairs.text(ladder.sizes[0])][name(rung).split(".")[1]]
             found = re.search(r"^Measured: ([\d.]+) (us|ms)\b", rung.__doc__, re.MULTILINE)
@@ -151,6 +197,23 @@ def test_a_trace_follows_copies_and_barriers():
     assert ("warpgroup 0", "wait", trace.ISSUE, arrives) in [bar[:4] for bar in bars]
     assert ("warpgroup 1", "wait", 0.0, arrives) in [bar[:4] for bar in bars]
     ET.fromstring(trace.draw(bars, "a <title> & more"))
+
+
+def test_each_warp_waits_for_each_phase_of_a_barrier():
+    one = [event("arrive", wg=0, buffer="free")]
+    both = [event("wait", wg=1, buffer="free", warp=warp) for warp in (0, 1)]
+    assert trace.schedule([*one, *both], {"free": 1})
+    with pytest.raises(RuntimeError, match="warpgroup 1 waits for ever"):
+        trace.schedule([*one, *both, both[0]], {"free": 1})
+
+
+def test_a_copy_without_a_barrier_is_waited_for_by_its_group():
+    copy = lambda **more: event("copy in", buffer="x", space="global", bytes=220, count=1, **more)
+    wait = lambda left: event("wait copies in", count=left)
+    end = lambda left: max(
+        bar.stop for bar in trace.schedule([copy(), copy(), wait(left)], {}) if bar.kind == "wait"
+    )
+    assert end(0) - end(1) == pytest.approx(220 / 22)
 
 
 def test_a_file_of_the_reader_is_checked_by_its_rungs_formula(tmp_path):
@@ -212,6 +275,85 @@ def test_an_answer_in_jnp_is_no_kernel(tmp_path, capsys):
     assert capsys.readouterr().out == "not yet: no kernel ran: an answer calls mosaic.kernel\n"
 
 
+def answer(folder, rung, *changes):
+    """A copy of a rung with changes: its ladder, number and path."""
+    source = (ladders.HERE / f"{rung.replace('.', '/')}.py").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    (mine := folder / "mine.py").write_text(source)
+    return [rung.partition(".")[0], re.search(r"\d", rung)[0], str(mine)]
+
+
+ROWS, RING = "layer_norm.rung4_registers", "layer_norm.rung5_ring"
+KERNEL, GRID = "return mosaic.kernel(", "grid=(rows // ROWS,)"
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+@pytest.mark.parametrize(
+    ("rung", "changes", "why"),
+    [
+        (ROWS, [(" + eps)", ")")], "result 0: max error"),
+        (ROWS, [("x.shape, x.dtype)", "x.shape, jnp.float32)")], "is float32(8, 512), not bf"),
+        (ROWS, [(KERNEL, "y = mosaic.kernel(")], "result 0 is None, not bfloat16(8, 512)"),
+        (ROWS, [(")(x, weight, bias)", ")(x, weight, bias), None")], "returns 2 results, not 1"),
+        (ROWS, [(GRID, "grid=(2,)")], "at 128 x 768, another size: result 0"),
+        (ROWS, [("range(cols // STEP)", "range(2)")], "at 128 x 768, another size: result 0"),
+        (ROWS, [(GRID, "grid=(1 + rows // ROWS,)")], "x_ref: reading [8:12, 0:256] but buffer"),
+        (ROWS, [(GRID, "grid=(2 * rows // ROWS,)"), ('"block")', '"block") // 2')],
+         "a race on y_ref[0:4, 0:256]: a write and a write by two blocks"),
+        (RING, [("        plgpu.wait_smem_to_gmem(0)\n", "")], "finished on thread warpgroup 0."),
+        ("matmul.rung7_persistent", [("plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass")],
+         "a race on y_smem["),
+        ("layer_norm_backward.rung4_persistent", [("BLOCKS", "MANY")], "call the largest number"),
+        ("layer_norm_backward.rung2_parts", [("min(PARTS, x.shape[0] // ROWS)", "1")],
+         "a block takes 4 turns, all 16 rows"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_refused_with_its_reason(rung, changes, why, tmp_path, capsys):
+    assert command.main(["check", *answer(tmp_path, rung, *changes)]) == 1
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
+@pytest.mark.parametrize(
+    ("rung", "changes"),
+    [
+        ("layer_norm.rung3_vectors", [
+            ("body(x_ref, weight_ref, bias_ref,", "body(weight_ref, bias_ref, x_ref,"),
+            (")(x, weight, bias)", ")(weight, bias, x)"),
+        ]),
+        ("layer_norm_backward.rung2_parts", [("x_ref", "z_ref"), ("dy_ref", "w_ref")]),
+        ("layer_norm_backward.rung4_persistent", [("dx_ref", "out_ref")]),
+        ("encoder_backward.rung3_in_flight", [
+            ("    _, order", "    dwpe = position_sums(dy, wte.dtype)\n    _, order"),
+            ("return dwte, position_sums(dy, wte.dtype)", "return dwte, dwpe"),
+        ]),
+        ("matmul.rung2_shared_tiles", [
+            ("body(a_ref, b_ref, d_ref,", "body(d_ref, b_ref, a_ref,"),
+            (")(a.T, b.T, d)", ")(d, b.T, a.T)"),
+        ]),
+        ("attention_backward.rung4_ring", [  # the keys first
+            ("    dq = gradients(False, q, do, k, v, lse, delta)\n", ""),
+            ("    return *dq, *gradients(True, k, v, q, do, lse, delta)",
+             "    own = gradients(True, k, v, q, do, lse, delta)\n"
+             "    return *gradients(False, q, do, k, v, lse, delta), *own"),
+        ]),
+        (ROWS, [("import jax\n", "from dataclasses import dataclass\nimport jax\n"),
+                ("ROWS = 4", "@dataclass\nclass A:\n    rows: 'int' = 4\n\nROWS = A().rows")]),
+    ],
+)  # fmt: skip
+def test_a_right_answer_passes_however_it_is_written(rung, changes, tmp_path, capsys):
+    assert command.main(["check", *answer(tmp_path, rung, *changes)]) == 0, capsys.readouterr().out
+
+
+def test_what_is_interpreted_needs_a_cpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for words in (["check", "layer_norm", "2", RUNGS[1][1].__file__], ["layer_norm", "--trace"]):
+        with pytest.raises(SystemExit, match="interprets on the CPU: set JAX_PLATFORMS=cpu"):
+            command.main(words)
+
+
 def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path):
     (taken := tmp_path / "taken").write_text("")
     with pytest.raises(SystemExit, match=r"--out .*taken: File exists: name a folder"):
@@ -234,6 +376,7 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
     assert capsys.readouterr().out.count("    Rung ") == len(RUNGS)
     (broken := tmp_path / "broken.py").write_text("def layer_norm(:\n")
     (unknown := tmp_path / "unknown.py").write_text("import math\n\nX = mat.pi\n")
+    (ends := tmp_path / "ends.py").write_text("import sys\n\nsys.exit(0)\n")
     for words, why in (
         (["layer"], "no ladder layer: there are layer_norm"),
         (["layer_norm", "9"], "layer_norm has rungs 1 to 7, not 9"),
@@ -243,6 +386,7 @@ def test_the_command_lists_and_refuses(capsys, tmp_path):
         (["check", "layer_norm", "2", str(tmp_path)], "is not a file: name a Python file"),
         (["check", "layer_norm", "2", str(broken)], "broken.py, line 1: invalid syntax"),
         (["check", "layer_norm", "2", str(unknown)], "unknown.py, line 3: NameError: name 'mat'"),
+        (["check", "layer_norm", "2", str(ends)], "ends.py, line 3: SystemExit: 0"),
         (["check", "layer_norm", "2", "README.md"], "README.md is not a Python file"),
         (["check", "layer_norm", "2", RUNGS[4][1].__file__], "is rung 5, not an answer to rung 2"),
         (["check", "layer_norm", "2", ladders.__file__], "has no function layer_norm"),

@@ -96,6 +96,8 @@ def test_bad_files_are_refused_before_the_training(monkeypatch, tmp_path):
 def test_bad_arguments_are_one_line():
     for words, why in (
         (["--train.steps", "24"], "error: train.steps=24 is below 25: raise it"),
+        (["--seeds", "0"], "error: --seeds 0 is below 1: raise it"),
+        (["--draw", str(ladders.HERE / "results.json")], "has no rows: name a pruning.json"),
         (["--train.steps"], "error: --train.steps is not a list of --section.key VALUE"),
         (["--train.step", "9"], "error: unknown key train.step; did you mean train.steps?"),
     ):

@@ -83,7 +83,7 @@ def shared_by_128(book, q, k, v):
 def softmax_under_a_wgmma(book, q, k, v):
     """S is taken while another wgmma of the same warpgroup still runs."""
     if not any(e.kind == "wait wgmma" and e.count for e in book.events):
-        return "whoever takes S waits for all wgmmas: its softmax runs under none of its own"
+        return "whoever takes S waits for all wgmmas, so its softmax runs under none"
     return shared_by_128(book, q, k, v)
 
 
@@ -93,6 +93,7 @@ LADDER = Ladder(
     inputs=inputs,
     sizes=({"batch": 2, "time": 4096, "heads": 16, "width": 128},),
     small={"batch": 1, "time": 256, "heads": 1, "width": 64},
+    again={"batch": 2, "time": 128, "heads": 2, "width": 128},
     bytes=_bytes,
     flops=_flops,
     counted=(

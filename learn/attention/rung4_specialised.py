@@ -1,8 +1,8 @@
 """Rung 4: a ring, one warpgroup that fetches, and two that compute, longest blocks first.
 
 Rungs 5 and 6 of matmul, for attention.  A block has 128 queries, 64 for each of two warpgroups; a
-third one fills a ring with tiles of 64 keys and values, which both use.  K and V have barriers of
-their own, so that S can start before the values have arrived.
+third one fills a ring with tiles of 64 keys and values, which both use.  K and V have separate
+barriers, so that S can start before the values have arrived.
 
     warpgroup 2   | wait free[s] | copy k -> k_in[s], v -> v_in[s] | next stage ...
     warpgroup 0   | wait k_in[s]: S, softmax | wait v_in[s]: O += P V | arrive at free[s]

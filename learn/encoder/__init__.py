@@ -62,7 +62,7 @@ def _once(sizes):
 
 def whole_rows(book, tokens, wte, wpe):
     """A block loads a row of wte in one instruction."""
-    of_wte = [e for e in loads(book) if e.buffer == book.kernels[0][1][1]]
+    of_wte = loads(book, wte)
     if not of_wte or min(e.bytes for e in of_wte) < 4 * wte.shape[1]:
         least = min((e.bytes for e in of_wte), default=0)
         return f"a load of wte has {least} bytes of a row of {4 * wte.shape[1]}"
@@ -70,7 +70,7 @@ def whole_rows(book, tokens, wte, wpe):
 
 def position_once(book, tokens, wte, wpe):
     """wpe is read once for eight sequences."""
-    read = sum(e.bytes for e in loads(book) if e.buffer == book.kernels[0][1][2])
+    read = sum(e.bytes for e in loads(book, wpe))
     most = wpe.nbytes * max(1, tokens.shape[0] // 8)
     if read > most:
         return f"{read} bytes of wpe are read where {most} would do"
@@ -96,6 +96,7 @@ LADDER = Ladder(
     inputs=inputs,
     sizes=({"batch": 32, "time": 1024, "width": 768, "vocab": 50304},),
     small={"batch": 8, "time": 4, "width": 512, "vocab": 50},
+    again={"batch": 16, "time": 3, "width": 768, "vocab": 70},
     bytes=_bytes,
     flops=lambda sizes: 0,
     counted=(_block_a_token, _every_row, _every_row, _once, _once),

@@ -9,7 +9,8 @@ the GPU, which starts blocks in order, does 256 columns ("a slab") of all tokens
     blocks 4096 .. 8191     columns 256 .. 511
     blocks 8192 .. 12287    columns 512 .. 767
 
-Counted: each row that occurs is read from memory once, and the results are written: the floor.
+Counted: each row that occurs is read from memory once, and the results are written: the floor,
+28 us.
 
 Measured: 32 us.
 """

@@ -5,7 +5,7 @@ which may overlap the one before; tokens outside the vocabulary are clipped, so 
 out of bounds; and there may be no wpe.  What rungs 3 and 4 add gains 2 us of GPT-2's step of 53 ms:
 the library does without.
 
-Counted: the floor, as rung 4.
+Counted: the floor, as rung 4: 28 us.
 
 Measured: 32 us, when it was rung 4 for any shape.
 """

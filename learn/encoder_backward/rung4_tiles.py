@@ -28,6 +28,7 @@ from learn.encoder_backward.rung3_in_flight import add_rows
 from pallas_kernels import mosaic
 
 TILE = 32  # places
+SMALL = {"time": 128}  # for the interpreter: the most common token fills several tiles
 
 
 def encoder_backward(tokens, dy, wte):

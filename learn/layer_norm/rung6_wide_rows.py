@@ -15,7 +15,7 @@ Everything else is rung 5; a tile has fewer rows, so more tiles fit the ring.
 
 Counted: the bytes, so 34 us at 32768 x 768 and 91 us at 16384 x 4096.  At 4096 columns a row costs
 32 registers a lane instead of 128, and a tile of two rows has 16 KB instead of 32, so two blocks
-of 82 KB fit an SM where rung 5 fits one of 130: one computes while the other waits.  At 768 columns
+of 80 KB fit an SM where rung 5 fits one of 128: one computes while the other waits.  At 768 columns
 a block of a row has only 64 columns, a lane loads 4 bytes at a time, and each row pays for four
 waits: there rung 4 should stay ahead.
 
@@ -32,7 +32,7 @@ from pallas_kernels import mosaic
 
 ROWS = 2  # of a tile
 SLOTS = 3  # tiles of a block in shared memory
-SMALL = {"rows": 24}  # for the interpreter: six tiles for each of two blocks
+SMALL = {"rows": 24, "cols": 768}  # for the interpreter: six tiles a block, of three chunks
 BLOCKS = 4 * 132  # at most: four for each SM of an H100 (two fit at 4096 columns)
 WARPS = 4  # that share a row
 

@@ -1,7 +1,7 @@
 """Rung 7: the kernel that ships, pallas_kernels/norms/kernels.py.
 
-It is one program with what the rungs have found, and it chooses by the width of a row (`_NARROW`
-and `_WIDE` in pallas_kernels/norms/tiles.py, with the measurements that chose them):
+It is one program with what the rungs have found, and it chooses by the width of a row (`_NARROW` in
+pallas_kernels/norms/tiles.py, with the measurements that chose it):
 
     up to 1024 columns   rung 4: a block for each tile of four rows or more
     up to 8192 columns   rung 6 without the ring: four warps for each row, a block for each row

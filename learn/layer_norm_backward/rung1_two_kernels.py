@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic
 
 ROWS, STEP, COLUMNS = 4, 256, 32
-SMALL = {"cols": 256}  # for the interpreter
 WIDE, NARROW = mosaic.warp_rows(8), mosaic.warp_rows(1)  # a warp's load: 256 or 32 columns
 
 

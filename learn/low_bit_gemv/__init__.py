@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from learn.ladder import COPY, CYCLES, SMS, Ladder, normal
+from learn.ladder import COPY, CYCLES, SMS, Ladder, like, normal
 from learn.layer_norm import LATENCY, loads
 
 
@@ -51,7 +51,8 @@ def _instructions(each):
 
 def few_bytes(book, x, levels, scales):
     """A weight takes half a byte."""
-    read = sum(e.bytes for e in loads(book) if e.bytes >= 512 and not e.buffer.startswith("x"))
+    others = like(x), like(scales)
+    read = sum(e.bytes for e in loads(book) if e.array not in others)
     if not read or read > levels.size / 2:
         return f"{read} bytes of weights are read, not {levels.size // 2}"
 
@@ -67,7 +68,7 @@ def wide_words(book, x, levels, scales):
 
 def x_once_for_four(book, x, levels, scales):
     """x is read once for 16 outputs of a block."""
-    read = sum(e.bytes for e in loads(book) if e.buffer == book.kernels[0][1][0])
+    read = sum(e.bytes for e in loads(book, x))
     most = x.nbytes * levels.shape[1] // 16
     complaint = wide_words(book, x, levels, scales)
     if not complaint and read > most:
@@ -81,6 +82,7 @@ LADDER = Ladder(
     inputs=inputs,
     sizes=({"depth": 4096, "outputs": 14336},),
     small={"depth": 1024, "outputs": 16},
+    again={"depth": 2048, "outputs": 32},
     bytes=_bytes,
     flops=lambda sizes: 0,
     counted=(

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from learn.ladder import CYCLES, MATMUL, SMS, Ladder, normal
+from learn.ladder import CYCLES, MATMUL, SMS, Ladder, like, normal
 from learn.layer_norm import loads
 
 STEP_WGMMA = 128 * 128 * 64 * 2 / (MATMUL / SMS)  # microseconds of a step of 128 x 128 x 64
@@ -53,8 +53,7 @@ def _tiles(height, gap):
 
 def lines_from_memory(book, a, b, d):
     """The loads of a and b take whole lines, or TMA does it."""
-    first, second = book.kernels[0][1][:2]
-    of_ab = [e for e in loads(book) if e.buffer in (first, second)]
+    of_ab = [e for e in loads(book) if e.array in (like(a), like(b))]
     wanted, done = sum(e.bytes for e in of_ab) / 64, sum(e.requests for e in of_ab)
     if done > wanted:
         return f"the warps make {done} requests for a and b where {wanted:.0f} would do"
@@ -70,7 +69,7 @@ def tensor_core(book, a, b, d):
 
 def by_tma(book, a, b, d):
     """a and b come by TMA."""
-    loaded = [e for e in loads(book) if e.buffer in book.kernels[0][1][:2]]
+    loaded = [e for e in loads(book) if e.array in (like(a), like(b))]
     return tensor_core(book, a, b, d) or (f"threads load {loaded[0].buffer}" if loaded else None)
 
 
@@ -94,7 +93,8 @@ LADDER = Ladder(
     reference=reference,
     inputs=inputs,
     sizes=({"rows": 8192, "columns": 8192, "depth": 2048},),
-    small={"rows": 128, "columns": 128, "depth": 128},
+    small={"rows": 128, "columns": 128, "depth": 192},
+    again={"rows": 256, "columns": 256, "depth": 320},
     bytes=_bytes,
     flops=_flops,
     counted=(
