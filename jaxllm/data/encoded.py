@@ -218,9 +218,7 @@ class Fitted:
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by conversations' hashes, for validation: at least one each."""
         if self._ranks.min() == self._ranks.max():
-            raise InputError(
-                "the data has one conversation: name others for validation with data.val_path"
-            )
+            raise InputError("the data has one conversation: name others with data.val_path")
         held = self._ranks < hold_out_below(self._ranks, fraction)
         return self._packed(~held), self._packed(held)
 

@@ -18,7 +18,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
-from jaxllm.config import Config, command_line
+from jaxllm.config import Config, DataConfig, command_line
 from jaxllm.data.cache import keep_compiled, source_digest
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
@@ -50,12 +50,11 @@ def _run(argv: list[str] | None) -> int:
         print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
     if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
-    set_xla_flags(config.train.deterministic)
-    if gpus:
         from jaxllm.train.predict import predict
 
         print(predict(config, gpus))
         return 0
+    set_xla_flags(config.train.deterministic)
     if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
     return _train(arguments)
@@ -112,7 +111,12 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
             )
     if config.model.init_from is not None and (config.model.adapters or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
-    check_paths(data := config.data)
+    data, read = config.data, {"text_column": "jsonl parquet", "loss": "chat", "too_long": "chat"}
+    for key, sources in (read | {"special_tokens": "stdlib text jsonl parquet"}).items():
+        unread = data.source not in sources.split() and not resume  # an older run may have it
+        if unread and (value := getattr(data, key)) != DataConfig.model_fields[key].default:
+            raise InputError(f"data.{key}={value} is not read with source={data.source}: omit it")
+    check_paths(data)
     for path in filter(None, (data.path, data.val_path)):
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
             if folder and inside(folder, path) and data.source in ("text", "jsonl", "chat"):

@@ -328,7 +328,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         (LONG, {}, "all 3 conversations are without loss in the kept part of train.seq_len"),
         (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
-        (talks(1) * 2, {}, "has one conversation: name others for validation"),
+        (talks(1) * 2, {}, "has one conversation: name others with data.val_path"),
         (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
         (
             ['{"messages": [{"role": "user", "content": "a"}, {"role": "a", "role": "b"}]}'],
