@@ -90,9 +90,7 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
     if isinstance(weights, PackedWeights):
         held = f"{where} holds packed weights ({weights.packing})"
         if lora is None:
-            raise InputError(
-                f"{held}, which cannot be trained; name what they were made from, or set model.lora"
-            )
+            raise InputError(f"{held}, which is not trained; name their source, or set model.lora")
         cannot = "cannot be packed for training"
         if weights.packing.head is not None:
             raise InputError(f"{held}; the head {cannot}: convert without --head")
