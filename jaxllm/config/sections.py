@@ -131,8 +131,8 @@ class TrainConfig(Section):
     deterministic: bool = Field(True, description="use no XLA operation whose results vary by run")
     autotune: bool = Field(
         True,
-        description="on a GPU, time XLA's matmul kernels once per run and keep the fastest, which"
-        " makes a step 1% faster; another run may keep others, so its last bits may differ",
+        description="on a GPU, in one process, time XLA's matmul kernels once per run and keep the"
+        " fastest, for steps 1% faster; another run may keep others, so its last bits may differ",
     )
 
     def model_post_init(self, _) -> None:
