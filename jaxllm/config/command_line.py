@@ -345,10 +345,9 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
         if key not in free and not key.startswith(("mesh.", "sample.", "profile.")):
             weights = f" from its weights (--model.init_from {out_dir}, another --out_dir)"
             fits = not key.startswith("model.")  # its weights do not fit another model
-            fix = "start a new run" + weights * fits
-            if key in RATE:
-                fix = f"to change it say --{key} {value} here, or {fix}"
+            fix = f"to change it say --{key} {value} here" if key in RATE else "restore it"
             raise InputError(
-                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix}"
+                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix},"
+                f" or start a new run{weights * fits}"
             )
     return f"; changed: {', '.join(changed)}" if changed else ""

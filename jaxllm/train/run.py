@@ -195,6 +195,8 @@ class Run:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
             print(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
+            if 0 < config.profile.span[1] <= newest + 1:
+                print(f"profile  nothing: profile.steps={config.profile.steps} ends before that")
         keep_compiled()
         # Weights are read and packed while XLA compiles, which takes as long for a large model.
         with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
@@ -226,9 +228,7 @@ class Run:
         stops: returns the signal that stops the run after a step, or None.
         again: whether this run has rolled back to its first step, which it does only once.
         """
-        batches = self.dataset.train_batches(
-            self.config.train.batch_size, *self.part, start_sample=self.samples
-        )
+        batches = self.dataset.train_batches(self.config.train.batch_size, *self.part, self.samples)
         try:
             with memory_errors(self.advice):
                 if self.chat and self.start == 0:

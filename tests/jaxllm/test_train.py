@@ -299,10 +299,13 @@ class TestFinishedRun:
         assert f"--model.init_from {copy}, another --out_dir" in message
         # Its weights would be refused, too.
         message = error_of(capsys, *resumed, "--model.n_layers", "3")
-        assert message.endswith("keeps: start a new run")
-        assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
+        assert message.endswith("keeps: restore it, or start a new run")
+        profiled = [*resumed, "--profile.steps", "1:3"]
+        assert train.main([*profiled, "--optimizer.learning_rate", "1e-4"]) == 0
         # Said, too, for a rate that was edited in config.yaml.
-        assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in out
+        assert "\nprofile  nothing: profile.steps=1:3 ends before that\n" in out
         rates = [r["lr"] for r in read_metrics(copy / "metrics.jsonl") if r.get("loss")]
         assert len(rates) == STEPS + 2
         assert max(rates) > 2e-3
