@@ -333,7 +333,8 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
     Raises InputError for a setting that it cannot change, unless it is in `free`.
     An earlier version may have stored fewer settings.
     """
-    changed = []
+    changed, unread = [], set() if wanted["model"].get("lora") else {"model.init_from"}
+    free = {*free, *CHANGEABLE} - unread  # only adapters read their initial weights again
     old, new = flat(stored), flat(wanted)
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(new)]:
@@ -341,13 +342,12 @@ def check_kept(stored: dict, wanted: dict, free: Set[str], out_dir: Path) -> str
         if value == before:
             continue
         changed.append(f"{key}={value!r} (was {before!r})")
-        if key not in (*CHANGEABLE, *free) and not key.startswith(("mesh.", "sample.", "profile.")):
+        if key not in free and not key.startswith(("mesh.", "sample.", "profile.")):
             weights = f" from its weights (--model.init_from {out_dir}, another --out_dir)"
             fits = not key.startswith("model.")  # its weights do not fit another model
-            fix = "start a new run" + weights * fits
-            if key in RATE:
-                fix = f"to change it say --{key} {value} here, or {fix}"
+            fix = f"to change it say --{key} {value} here" if key in RATE else "restore it"
             raise InputError(
-                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix}"
+                f"{key}={value!r} differs from {before!r}, which the run in {out_dir} keeps: {fix},"
+                f" or start a new run{weights * fits}"
             )
     return f"; changed: {', '.join(changed)}" if changed else ""

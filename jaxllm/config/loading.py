@@ -80,8 +80,9 @@ def keys(model_type: str) -> dict[str, Any]:
 
 def sampling(mark: str = "", **options: Any) -> Sampling:
     """Checked settings of the section `sample`; raises InputError, with `mark` before the name."""
-    if unknown := sorted(options.keys() - Sampling.model_fields):
-        raise InputError(f"{mark}{unknown[0]}: there are only {', '.join(Sampling.model_fields)}")
+    known = [name for name in Sampling.model_fields if name not in ("prompt", "every")]  # a run's
+    if unknown := sorted(options.keys() - set(known)):
+        raise InputError(f"{mark}{unknown[0]}: there are only {', '.join(known)}")
     plain = lambda x: x.item() if getattr(x, "ndim", None) == 0 else x  # a number of NumPy or JAX
     try:
         return Sampling(**{name: plain(x) for name, x in options.items()})

@@ -60,11 +60,9 @@ class RopeScaling(Section):
     )
 
     def model_post_init(self, _) -> None:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must exceed"
-                f" low_freq_factor={self.low_freq_factor}"
-            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if high <= low:
+            raise ValueError(f"high_freq_factor={high} must exceed low_freq_factor={low}")
 
 
 class Lora(Section):
@@ -224,7 +222,7 @@ class VLSTMConfig(_Model):
     gate_soft_cap: Positive = Field(15.0, description="cap of the gates: cap tanh(x / cap)")
     logit_soft_cap: Positive = Field(30.0, description="cap of the logits, in the same way")
     norm_eps: Positive = Field(1e-6, description="epsilon of the norms")
-    chunk_size: Count = Field(64, description="tokens per chunk of the chunkwise form")
+    chunk_size: Count = Field(64, description="tokens per chunk on XLA; our kernels choose")
 
     @property
     def qk_dim(self) -> int:

@@ -131,8 +131,8 @@ class TrainConfig(Section):
     deterministic: bool = Field(True, description="use no XLA operation whose results vary by run")
     autotune: bool = Field(
         True,
-        description="on a GPU, time XLA's matmul kernels once per run and keep the fastest, which"
-        " makes a step 1% faster; another run may keep others, so its last bits may differ",
+        description="on a GPU, in one process, time XLA's matmul kernels once per run and keep the"
+        " fastest, for steps 1% faster; another run may keep others, so its last bits may differ",
     )
 
     def model_post_init(self, _) -> None:
@@ -263,9 +263,7 @@ class Config(Section):
         if (lora := self.model.adapters) and self.model.init_from is None:
             raise ValueError("model.lora needs model.init_from, the weights that it adapts")
         if lora and self.train.fp8 != "none":
-            raise ValueError(
-                f"train.fp8={self.train.fp8} is for training all weights; with model.lora use none"
-            )
+            raise ValueError(f"train.fp8={self.train.fp8} does not go with model.lora: use none")
         if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"

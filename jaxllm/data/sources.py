@@ -167,9 +167,7 @@ class Source:
                 if column not in values:
                     names = [name for name in values if isinstance(values[name], str)]
                     has = f"its columns of text: {', '.join(names) or 'none'}"
-                raise InputError(
-                    f"{where} has no text under {column!r} ({has}); name it with text_column"
-                )
+                raise InputError(f"{where} has no text under {column!r} ({has}); set text_column")
             if text:
                 # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
                 text = text.encode("utf-8", "replace").decode("utf-8")

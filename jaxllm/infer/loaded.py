@@ -31,8 +31,8 @@ class Loaded(NamedTuple):
     def generate(self, prompt: str, **options: Any) -> str:
         """The text that the model writes after `prompt`.
 
-        options: tokens, temperature, top_k, seed, as of the section `sample` in a configuration;
-        their defaults are the folder's.
+        options: tokens, temperature, top_k, top_p, seed, as of the section `sample` in a
+        configuration, min_p and repetition_penalty; their defaults are the folder's.
         """
         graph, params = nnx.split(self.model, nnx.Param)
         ids = self.tokenizer.prompt(prompt)

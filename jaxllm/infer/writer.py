@@ -32,9 +32,7 @@ class Writer:
         self._weights = weights = open_weights(args.checkpoint, args.step)
         self._float8 = args.kv_cache_dtype == "float8"
         if self._float8 and weights.config.type == "vlstm":
-            raise InputError(
-                "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
-            )
+            raise InputError("--kv_cache_dtype=float8: a vLSTM has no keys and values; omit it")
         self.tokenizer = decode.open_tokenizer(weights)
         settings = self.tokenizer.sampling | args.config.model_dump(exclude_unset=True)
         self.config = sampling(f"settings of {self.tokenizer.folder}: ", **settings)

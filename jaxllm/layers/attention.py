@@ -69,6 +69,8 @@ class Attention(Layer):
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
+        if rope_theta is None and rope_scaling is not None:
+            raise ValueError(f"rope_scaling={rope_scaling} needs rope_theta, which it scales")
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         factor = getattr(rope_scaling, "attention_factor", None)  # rope refuses another type
         self.scale = factor and factor**2 / head_dim**0.5

@@ -46,6 +46,9 @@ class VLSTMLayer(Layer):
         rngs: nnx.Rngs,
     ):
         divides(2 * n_heads, d_model, "2 n_heads", "d_model")
+        if gate_soft_cap <= 0:
+            raise ValueError(f"gate_soft_cap={gate_soft_cap} must be positive")
+        self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         linear = partial(linear, implementation=implementation, rngs=rngs)
         self.q = linear(d_model, d_model // 2)
         self.k = linear(d_model, d_model // 2)
@@ -58,11 +61,8 @@ class VLSTMLayer(Layer):
         spread = jnp.linspace(3.0, 6.0, n_heads, dtype=jnp.float32)
         self.f.bias = nnx.Param(spread, axes=("tensor",))
         self.o = linear(d_model, d_model, std=0.0)
-        self.norm = HeadLayerNorm(
-            n_heads, d_model // n_heads, eps=eps, implementation=implementation
-        )
+        self.norm = HeadLayerNorm(n_heads, 2 * self.qk_dim, eps=eps, implementation=implementation)
         self.out = linear(d_model, d_model, axes=ROWS)
-        self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         self.gate_soft_cap = gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation
 

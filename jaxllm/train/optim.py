@@ -27,12 +27,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     rest = max(steps - warmup, 1)
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=end)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, end * peak, rest)
     elif config.schedule == "constant":
         after = optax.constant_schedule(peak)
-    else:  # wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)
-        falling = min(max(round(config.decay_fraction * steps), 1), rest)
+    else:  # linear; or wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)
+        part = 1.0 if config.schedule == "linear" else config.decay_fraction
+        falling = min(max(round(part * steps), 1), rest)
         after = optax.linear_schedule(peak, end * peak, falling, rest - falling)
     if not warmup:
         return after

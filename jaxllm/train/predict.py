@@ -32,6 +32,7 @@ UTILIZATION = 0.54  # of the peak, recomputation included: llama3_1b on one H100
 class Gpu(NamedTuple):
     """The figures of a GPU's data sheet."""
 
+    capability: float  # of CUDA
     memory: float  # bytes
     link: float  # bytes/s in each direction to the GPUs of the same host
     network: float  # bytes/s in each direction to other hosts, through an adapter for each GPU
@@ -39,12 +40,12 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "H100": Gpu(80e9, 450e9, 50e9),
-    "H200": Gpu(141e9, 450e9, 50e9),
-    "B200": Gpu(180e9, 900e9, 50e9),
-    "A100": Gpu(80e9, 300e9, 25e9),
-    "L40S": Gpu(48e9, 32e9, 25e9, "PCIe"),
-    "RTX4090": Gpu(24e9, 32e9, 25e9, "PCIe"),
+    "H100": Gpu(9.0, 80e9, 450e9, 50e9),
+    "H200": Gpu(9.0, 141e9, 450e9, 50e9),
+    "B200": Gpu(10.0, 180e9, 900e9, 50e9),
+    "A100": Gpu(8.0, 80e9, 300e9, 25e9),
+    "L40S": Gpu(8.9, 48e9, 32e9, 25e9, "PCIe"),
+    "RTX4090": Gpu(8.9, 24e9, 32e9, 25e9, "PCIe"),
 }
 
 
@@ -76,6 +77,11 @@ def predict(config: Config, text: str) -> str:
     count, kind = int(found[1]), found[2]
     if config.model.adapters is not None:
         raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")
+    sm, fp8, kernels = GPUS[kind].capability, config.train.fp8, config.model.kernels
+    if fp8 != "none" and sm < 8.9:  # as launch.check_kernels refuses it, for the GPUs that are here
+        raise InputError(f"train.fp8={fp8} cannot run on {kind}: it needs sm_89; use none")
+    if kernels == "xla" or (kernels == "mosaic" and sm != 9.0):
+        raise InputError(f"model.kernels={kernels} cannot be predicted for {kind}; use auto")
     mesh = sharding.abstract_mesh(config.mesh, count)
     sharding.check(config, mesh)
     # pyrefly: ignore[bad-argument-type]
@@ -83,7 +89,7 @@ def predict(config: Config, text: str) -> str:
     state = estimate.state_memory(trainer)
     held = sum(state.values())
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in state.items() if size)
-    sent = list(map(str, traffic(trainer, kind))) or ["none"]
+    sent = traffic(trainer, kind) or ["none"]
     head = "remat", "activations", "total GiB", "", "recomputed", "s per step", "tokens/s per GPU"
     choices = get_args(type(config.model).model_fields["remat"].annotation)
     try:
@@ -94,12 +100,11 @@ def predict(config: Config, text: str) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     put = lambda i, text: text.ljust(widths[i]) if i in (0, 3) else text.rjust(widths[i])
     table = [" " * 9 + "  ".join(put(i, x) for i, x in enumerate(row)).rstrip() for row in rows]
-    fp8 = "; times are for bfloat16" if config.train.fp8 != "none" else ""
     return "\n".join(
         [
             f"predict  {count} x {kind}, {HOST} in a host, mesh {dict(mesh.shape)}; not measured:"
             f" {UTILIZATION:.0%} of the peak FLOP/s, {REACHED:.0%} of the data sheet's"
-            f" bandwidths{fp8}",
+            f" bandwidths{'; times are for bfloat16' * (fp8 != 'none')}",
             f"state    per GPU, GiB: {parts}; {held / GIB:.2f} of {GPUS[kind].memory / GIB:.1f}",
             *(f"{'' if i else 'traffic':<8} {line}" for i, line in enumerate(sent)),
             *table,

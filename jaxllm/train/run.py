@@ -50,12 +50,11 @@ def _run(argv: list[str] | None) -> int:
         print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
     if gpus:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
-    set_xla_flags(config.train.deterministic)
-    if gpus:
         from jaxllm.train.predict import predict
 
         print(predict(config, gpus))
         return 0
+    set_xla_flags(config.train.deterministic)
     if where := processes.places(arguments):
         return processes.watch(where, lambda: _train(arguments))
     return _train(arguments)
@@ -113,6 +112,9 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
     if config.model.init_from is not None and (config.model.adapters or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
+    column = f"data.text_column={data.text_column}"
+    if column != "data.text_column=text" and data.source not in ("jsonl", "parquet") and not resume:
+        raise InputError(f"{column} is not read with source={data.source}: omit it, or set text")
     for path in filter(None, (data.path, data.val_path)):
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
             if folder and inside(folder, path) and data.source in ("text", "jsonl", "chat"):
@@ -222,9 +224,7 @@ class Run:
         stops: returns the signal that stops the run after a step, or None.
         again: whether this run has rolled back to its first step, which it does only once.
         """
-        batches = self.dataset.train_batches(
-            self.config.train.batch_size, *self.part, start_sample=self.samples
-        )
+        batches = self.dataset.train_batches(self.config.train.batch_size, *self.part, self.samples)
         try:
             with memory_errors(self.advice):
                 if self.chat and self.start == 0:

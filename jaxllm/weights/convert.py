@@ -87,9 +87,7 @@ def convert(args: argparse.Namespace, packing) -> None:
     adapts, of_run = isinstance(weights, adapters.AdapterWeights), weights.run is not None
     alone = adapts and not merge  # the adapters without their base
     if weights.packing is not None and not adapts:
-        raise InputError(
-            f"{source} holds packed weights ({weights.packing}); convert what they were made from"
-        )
+        raise InputError(f"{source} holds packed weights ({weights.packing}); convert their source")
     if merge and not adapts:
         raise InputError(f"--merge is for adapters, and {source} holds no adapters")
     if alone and packing is not None:

@@ -114,7 +114,7 @@ def test_a_float8_cache_of_a_vlstm_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(writer, "open_weights", lambda *_: weights)
     command = f"--checkpoint {tmp_path} --prompt x --kv_cache_dtype float8"
     assert generate.main(command.split()) == 2
-    assert "a vLSTM keeps a state" in capsys.readouterr().err
+    assert "a vLSTM has no keys and values" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, fan_out
 from jaxllm.models import create
 from jaxllm.sharding import P, spec_of
+from pallas_kernels import RopeScaling
 
 WIDE = partial(Linear, std=0.5)
 
@@ -113,6 +114,11 @@ def test_what_would_silently_be_another_computation_is_refused():
     for shape in ((3, 4), (1, 4), (2, 1), (5,), (3,), ()):  # of other rows, or not of 4 tokens
         with pytest.raises(ValueError, match=r"^positions have shape .*, none of \(\(4,\), \(2, "):
             Embedding(10, 8, max_seq_len=8, rngs=nnx.Rngs(0))(tokens, jnp.zeros(shape, jnp.int32))
+    with pytest.raises(ValueError, match=r"^rope_scaling=.* needs rope_theta, which it scales$"):
+        Attention(8, 2, rope_scaling=RopeScaling(), rngs=nnx.Rngs(0))
+    for cap in (0.0, -1.0):  # NaN where a gate is 0, and the same as 1.0
+        with pytest.raises(ValueError, match=rf"^gate_soft_cap={cap} must be positive$"):
+            VLSTMLayer(8, 2, gate_soft_cap=cap, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_a_base_that_trained_on_says_why_its_checkpoint_is_gone(runs):
     ("options", "message"),
     [
         (["--model.lora.targets", "q_proj,w_proj"], "names 'w_proj', which does not exist; there"),
-        (["--train.fp8", "all"], "train.fp8=all is for training all weights"),
+        (["--train.fp8", "all"], "train.fp8=all does not go with model.lora"),
         (["--model.lora.dropout", "1"], "model.lora.dropout=1.0: must be less than 1"),
         (["--model.init_from", "null"], "model.lora needs model.init_from"),
         (["--model.lora", "null", "--model.quantize", "int4"], "quantize=int4 needs model.lora"),

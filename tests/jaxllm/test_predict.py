@@ -122,6 +122,16 @@ def test_a_prediction_needs_neither_data_nor_gpus(tmp_path, capsys, monkeypatch)
         ("--dry_run 3xH100 --mesh.fsdp 2", "does not equal 3 devices"),
         ("--dry_run 3xH100", "is not a multiple of 3 devices"),
         ("--dry_run 8xH100 --model.compute_dtype float32", "predicts runs on our kernels only"),
+        ("--dry_run 8xA100 --train.fp8 all", "train.fp8=all cannot run on A100: it needs sm_89"),
+        (
+            "--dry_run 8xL40S --model.kernels mosaic",
+            "=mosaic cannot be predicted for L40S; use aut",
+        ),
+        (
+            "--dry_run 8xB200 --model.kernels mosaic",
+            "=mosaic cannot be predicted for B200; use aut",
+        ),
+        ("--dry_run 8xH100 --model.kernels xla", "kernels=xla cannot be predicted for H100; use a"),
     ],
 )
 def test_predictions_that_cannot_be_made_are_refused(options, message, capsys):

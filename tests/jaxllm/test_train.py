@@ -299,7 +299,7 @@ class TestFinishedRun:
         assert f"--model.init_from {copy}, another --out_dir" in message
         # Its weights would be refused, too.
         message = error_of(capsys, *resumed, "--model.n_layers", "3")
-        assert message.endswith("keeps: start a new run")
+        assert message.endswith("keeps: restore it, or start a new run")
         assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
         # Said, too, for a rate that was edited in config.yaml.
         assert "; changed: optimizer.learning_rate=0.0001 (was 0.003)" in capsys.readouterr().out

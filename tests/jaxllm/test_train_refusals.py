@@ -51,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
             ["--config", "llama3_small", "--data.path", "/nothing"],
             "not read with source=stdlib",
         ),
+        (["--config", "llama3_small", "--data.text_column", "x"], "column=x is not read with sour"),
         (
             ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
             "data.tokenizer=/nothing does not exist",
@@ -87,7 +88,13 @@ def test_bad_command_lines_are_refused(words, message, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model.window", "8"), ("model.softcap", "30"), ("data.pack", "documents")]
+    ("key", "value"),
+    [
+        ("model.window", "8"),
+        ("model.softcap", "30"),
+        ("model.init_from", "/other"),  # its checkpoint has all weights
+        ("data.pack", "documents"),
+    ],
 )
 def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
