@@ -48,10 +48,10 @@ def _run(argv: list[str] | None) -> int:
         if arguments.dry_run is None:
             raise
         print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
-    if gpus:  # like 64xH200, which need not be here
+    if gpus is not None:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
     set_xla_flags(config.train.deterministic)
-    if gpus:
+    if gpus is not None:
         from jaxllm.train.predict import predict
 
         print(predict(config, gpus))
