@@ -104,7 +104,7 @@ def read_text(path: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError("it is UTF-16, not UTF-8: convert it (iconv -t UTF-8)") from error
+            raise ValueError("it is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)") from error
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} is not UTF-8 text: {error.reason}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")

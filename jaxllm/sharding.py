@@ -46,11 +46,12 @@ def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
     inner = config.fsdp * config.context * config.tensor
     data = count // inner if config.data == -1 else config.data
     if data * inner != count or data == 0:
-        elsewhere = f"; --dry_run {inner}xH100 predicts it for {inner} GPUs" * (inner > count)
+        need = max(config.data, 1) * inner
+        elsewhere = f"; --dry_run {need}xH100 predicts it for {need} GPUs" * (need > count)
         raise InputError(
             f"mesh data={config.data} x fsdp={config.fsdp} x context={config.context} x"
-            f" tensor={config.tensor} does not equal {count} devices; set mesh.data=-1 and the"
-            f" other axes to divisors of {count}{elsewhere}"
+            f" tensor={config.tensor} is not {count}, the number of devices; set mesh.data=-1 and"
+            f" the product of the other axes to a divisor of {count}{elsewhere}"
         )
     shape = (data, config.fsdp, config.context, config.tensor)
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
@@ -81,9 +82,8 @@ def check(config: Config, mesh: Mesh | AbstractMesh) -> None:
             product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
             other = "fsdp" if "tensor" in axes else "data"
             raise InputError(
-                f"{product} does not divide model.{name}={width}; set"
-                f" {'them' if len(axes) > 1 else 'it'} to divisors of it and use mesh.{other} for"
-                " the other devices"
+                f"{product} does not divide model.{name}={width}; lower it to a divisor and use"
+                f" mesh.{other} for the other devices"
             )
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if train.batch_size % (parts * train.grad_accum):

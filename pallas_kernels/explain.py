@@ -317,7 +317,8 @@ def main(argv: list[str] | None = None) -> int:
     case = cases[0] if given.variant is None else named.get(given.variant)
     if case is None:
         parser.error(
-            f"--variant {given.variant} is not one of {', '.join(sorted(filter(None, named)))}"
+            f"--variant {given.variant}: {given.op} has"
+            f" {', '.join(sorted(filter(None, named))) or 'none, omit it'}"
         )
     sizes = dict(case.sizes[0])
     for word in given.size:

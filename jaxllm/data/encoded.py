@@ -141,7 +141,9 @@ class Encoded:
                 self.lengths, self.ranks = index["lengths"], index["ranks"]
             made = (self.page["text"], self.page["loss"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(f"{folder} is damaged ({error}); delete it") from error
+            raise InputError(
+                f"{folder} is damaged ({str(error).partition('. ')[0]}); delete it"
+            ) from error
         if made[0] != key:
             raise InputError(
                 f"{folder} was prepared with another tokenizer or chat template than"
@@ -187,8 +189,8 @@ class Fitted:
         new = ~np.isin(encoded.ranks, [] if validation is None else validation._ranks)
         if not new.any():
             raise InputError(
-                f"all {len(new):,} conversations of data.path are in data.val_path, too, and not"
-                " trained on; name other data, or omit data.val_path to hold out a part"
+                f"each of {counted(len(new), 'conversation')} of data.path is in data.val_path, too"
+                ", and not trained on; name other data, or omit data.val_path to hold out a part"
             )
         kept, longer = new.copy(), encoded.lengths > size
         for i in np.flatnonzero(longer):
@@ -199,8 +201,8 @@ class Fitted:
         why = "longer than" if too_long == "leave_out" else "without loss in the kept part of"
         if not kept.any():
             raise InputError(
-                f"all {new.sum():,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
-                f" (data.too_long={too_long}): raise train.seq_len"
+                f"each of {counted(int(new.sum()), 'conversation')} is {why} train.seq_len + 1 ="
+                f" {size:,} tokens (data.too_long={too_long}): raise train.seq_len"
             )
         cut, gone, known = (x.sum() for x in (longer & kept, new & ~kept, ~new))
         side = "beginning" if too_long == "cut_start" else "end"
@@ -218,9 +220,7 @@ class Fitted:
     def split(self, fraction: float) -> tuple[Packed, Packed]:
         """Rows for training and, by conversations' hashes, for validation: at least one each."""
         if self._ranks.min() == self._ranks.max():
-            raise InputError(
-                "the data has one conversation: name others for validation with data.val_path"
-            )
+            raise InputError("the data has one conversation: name others with data.val_path")
         held = self._ranks < hold_out_below(self._ranks, fraction)
         return self._packed(~held), self._packed(held)
 

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,10 @@ from jaxllm.errors import InputError
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
-_CSV = (
-    'python -c "import csv, json; [print(json.dumps(row)) for row in'
-    " csv.DictReader(open('{0}', newline=''), delimiter='{1}')]\" > '{0}.jsonl'"
+_CSV = (  # which may begin with a byte order mark, and have fields of any length
+    'python -c "import csv, json, sys; csv.field_size_limit(sys.maxsize); [print(json.dumps(row))'
+    " for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'),"
+    " delimiter='{0}')]\" {1} > {2}"
 )
 _NOT_TEXT = (  # (where, bytes that no text has there, what has them)
     (257, b"ustar", "a tar archive"),
@@ -114,11 +116,12 @@ class Source:
         table = start[:4] in _TABLES and self.kind in ("parquet", "chat")
         if not table:
             _check_encoding(path, start)
-            if {".csv", ".tsv"} & {*path.suffixes} and not start.lstrip(_BLANK).startswith(b"{"):
-                mark = "\\t" if ".tsv" in path.suffixes else ","
-                plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
-                then = "unpack it; " * (plain != path) + "to write JSON lines: "
-                raise InputError(f"{path} is CSV: {then}{_CSV.format(plain, mark)}")
+            plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+            if plain.suffix in (".csv", ".tsv") and not start.lstrip(_BLANK).startswith(b"{"):
+                names = (shlex.quote(name) for name in (str(plain), f"{plain}.jsonl"))
+                command = _CSV.format({".csv": ",", ".tsv": "\\t"}[plain.suffix], *names)
+                then, kind = "unpack it; " * (plain != path), self.kind.replace("parquet", "jsonl")
+                raise InputError(f"{path} is CSV: {then}as JSON lines, source={kind}: {command}")
         if table or self.kind == "parquet":
             return _rows(name, path, columns)
         return _lines(name, path)
@@ -275,7 +278,7 @@ def _check_encoding(path: Path, start: bytes) -> None:
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):
-        name = encoding.upper()
+        name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv spells it
         raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")
 
 

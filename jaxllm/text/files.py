@@ -214,8 +214,8 @@ def _how_to_convert(folder: Path) -> str:
         more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
         kind = "PreTrainedTokenizerFast"
     return (
-        f'{folder} has {name}, but no tokenizer.json; to write one: python -c "from transformers'
-        f" import {kind} as A; A.from_pretrained('{folder}'{more}).save_pretrained('{folder}')\""
+        f'{folder} has {name}, but no tokenizer.json; run in that folder: python -c "from'
+        f" transformers import {kind} as A; A.from_pretrained('.'{more}).save_pretrained('.')\""
     )
 
 

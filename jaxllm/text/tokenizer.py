@@ -323,11 +323,11 @@ class Tokenizer:
         if self.vocab_size - vocab_size > vocab_size // 10:
             raise InputError(
                 f"{self.path} has {self.vocab_size} entries, more than the model's {vocab_size}"
-                " (model.vocab_size): name its own, or lower data.tokenizer_vocab_size"
+                " (model.vocab_size): name its own, or raise model.vocab_size of a new model"
             )
         if (beyond := max(ids, default=0)) >= vocab_size:
             raise InputError(
-                f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
+                f"the text has {self._library.id_to_token(int(beyond))!r} (id {beyond}), which is"
                 f" beyond the model's {vocab_size} entries: leave it out, or raise model.vocab_size"
             )
         return min(self.vocab_size, vocab_size)

@@ -121,8 +121,7 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     files = (out_dir / name for name in ("metrics.jsonl", "report.html"))
     logged, reported = (path.exists() and path.stat().st_mtime_ns for path in files)
     if start > steps or (start == steps and reported and reported >= logged):
-        fix = "raise --train.steps to continue"
-        raise InputError(f"{out_dir} is at step {start} of train.steps={steps}; {fix}")
+        raise InputError(f"{out_dir} is at step {start} of {steps}; raise --train.steps")
 
 
 def print_header(trainer: Trainer, data: Dataset | None) -> None:

@@ -48,7 +48,7 @@ def _run(argv: list[str] | None) -> int:
         if arguments.dry_run is None:
             raise
         print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
-    if gpus:  # like 64xH200, which need not be here
+    if gpus is not None:  # like 64xH200, which need not be here
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxllm.train.predict import predict
 

@@ -183,11 +183,12 @@ def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable
             f" or, in a folder of peft, name another as base_model_name_or_path in {PAGE}"
         )
     both = found.samefile(folder)  # the base and its adapters lie in one folder
-    base = HuggingFaceWeights(found) if both else open_weights(found, step)
+    run = (found / "config.yaml").exists()  # else the folder has one step, perhaps a run's merged
+    base = HuggingFaceWeights(found) if both else open_weights(found, step if run else None)
     if isinstance(base, AdapterWeights):
         raise InputError(
             f"{folder} holds adapters of {path}, which holds adapters, too; merge those first:"
-            f" jaxllm convert {path} OUT --merge"
+            f" jaxllm convert {path} OUT --merge, and name OUT as base_model_name_or_path"
         )
     return base
 

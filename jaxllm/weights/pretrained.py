@@ -80,7 +80,7 @@ def check_weights(weights: Weights, config: Config) -> None:
         fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
             f"data.tokenizer is null: a new tokenizer would not match the weights in"
-            f" {weights.folder}; set data.tokenizer {fix}"
+            f" {weights.folder}; set data.tokenizer to {fix}"
         )
 
 
@@ -90,14 +90,11 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
     if isinstance(weights, PackedWeights):
         held = f"{where} holds packed weights ({weights.packing})"
         if lora is None:
-            raise InputError(
-                f"{held}, which cannot be trained; name what they were made from, or set model.lora"
-            )
-        cannot = "cannot be packed for training"
+            raise InputError(f"{held}; to train, name their source, or set model.lora.rank")
         if weights.packing.head is not None:
-            raise InputError(f"{held}; the head {cannot}: convert without --head")
+            raise InputError(f"{held}; a packed head cannot be trained on: convert without --head")
         if (given := getattr(model, "quantize", None)) is not None:
-            raise InputError(f"{held}; model.quantize={given} {cannot}: leave it out")
+            raise InputError(f"{held}, not packed again: leave out model.quantize={given}")
     if lora is not None and (known := weights.config.adapters) is not None:
         ours, theirs = (
             x.model_dump(include={"rank", "alpha", "rslora"})

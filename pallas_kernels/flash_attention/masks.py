@@ -35,9 +35,10 @@ def check(q, k, v, causal, window):
     if not kv or h % kv:
         raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
     if causal and t > s:
-        raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
+        fix = "pass fewer queries, or causal=False to attention"  # decode_attention has no causal
+        raise ValueError(f"T={t} is more than S={s} keys: {fix}")
     if window is not None and (not causal or window < 1):
-        raise ValueError(f"window={window} needs causal=True and at least 1 key")
+        raise ValueError(f"window={window} needs {'at least 1 key' if causal else 'causal=True'}")
 
 
 def scale_of(scale: float | None, q) -> float:

@@ -149,7 +149,7 @@ def _check(x, weight, labels, vocab_size, transposed, vocab_axis, scale, chunk) 
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"labels have shape {labels.shape}, but x {x.shape} needs {x.shape[:-1]}")
     if not 1 <= vocab_size <= v * parts:
-        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
+        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], weight's vocabulary")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} is not at least 1 token")
     if jnp.shape(scale):

@@ -172,7 +172,7 @@ def test_what_validates_is_not_trained_on(config, tmp_path):
     assert len(found[1]) == 15
     assert "; 4 also in data.val_path, so not trained on" in data.description
     both = str(write(tmp_path / "d.jsonl", [*lines, *talks(1, seed=2)]))
-    with pytest.raises(InputError, match=r"all 40 conversations of data\.path are in"):
+    with pytest.raises(InputError, match=r"each of 40 conversations of data\.path is in"):
         opened(config, val_path=both)
 
 
@@ -325,10 +325,15 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
             r"5 refused, no assistant's turn \(a\.jsonl:1, .*, \.\.\.",
         ),
         ([{"messages": [{"role": "critic", "content": ""}]}], {}, "refuses the .*: no critics"),
-        (LONG, {}, "all 3 conversations are without loss in the kept part of train.seq_len"),
-        (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
+        (LONG[:1], {}, "each of 1 conversation is without loss in the kept part of train.seq_len"),
+        (LONG, {}, "each of 3 conversations is without loss in the kept part of train.seq_len"),
+        (
+            LONG,
+            {"too_long": "leave_out"},
+            r"each of 3 conversations is longer than train\.seq_len \+ 1 = 49",
+        ),
         ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
-        (talks(1) * 2, {}, "has one conversation: name others for validation"),
+        (talks(1) * 2, {}, "has one conversation: name others with data.val_path"),
         (['{"messages": [], "messages": []}'], {}, r"a\.jsonl:1 .* an object has 'messages' twice"),
         (
             ['{"messages": [{"role": "user", "content": "a"}, {"role": "a", "role": "b"}]}'],

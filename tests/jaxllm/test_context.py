@@ -94,10 +94,10 @@ def test_a_model_that_does_not_divide_is_refused_with_the_fix():
     with pytest.raises(InputError) as error:
         check(llama(n_kv_heads=4), Mesh)
     assert str(error.value) == (
-        "mesh.tensor=2 x mesh.context=4 does not divide model.n_kv_heads=4; set them to divisors of"
-        " it and use mesh.fsdp for the other devices"
+        "mesh.tensor=2 x mesh.context=4 does not divide model.n_kv_heads=4; lower it to a divisor"
+        " and use mesh.fsdp for the other devices"
     )
-    with pytest.raises(InputError, match=r"mesh.context=4 does not divide model.d_model=68; set"):
+    with pytest.raises(InputError, match=r"mesh.context=4 does not divide model.d_model=68; low"):
         check(llama(d_model=68, d_head=8), Mesh)
 
 

@@ -7,6 +7,8 @@ import gzip
 import json
 import lzma
 import random
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,14 @@ from jaxllm.data.paths import find_files
 from jaxllm.data.sources import Source, hold_out_rank
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
+
+
+def converted_by(error, path):
+    """The file that an error's command for iconv makes of a file."""
+    command = shlex.split(re.search(r"\((iconv .*)\)", str(error.value))[1])
+    done = subprocess.run([*command, str(path)], check=True, capture_output=True)
+    path.write_bytes(done.stdout)
+    return path
 
 
 def zstd(content):
@@ -64,12 +74,15 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     assert [p.text for p in read("parquet", tmp_path / "a.parquet")] == ["a", "b\ufeff"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_other_encodings_are_refused(tmp_path, encoding, kind):
-    write(tmp_path / "a", '{"text": "a"}\n'.encode(encoding))
-    with pytest.raises(InputError, match=f"is {encoding.upper()}.*, not UTF-8 text: convert it"):
+def test_other_encodings_are_refused_with_a_command_that_converts_them(tmp_path, encoding, kind):
+    line = '{"text": "a"}\n'
+    write(tmp_path / "a", line.encode(encoding))
+    with pytest.raises(InputError, match=r", not UTF-8 text: convert it \(iconv -f ") as error:
         read(kind, tmp_path / "a")
+    converted = converted_by(error, tmp_path / "a")
+    assert [p.text for p in read(kind, converted)] == [line if kind == "text" else "a"]
 
 
 def test_archives_and_arrays_are_refused(tmp_path):
@@ -96,21 +109,26 @@ def test_archives_and_arrays_are_refused(tmp_path):
         read("jsonl", tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("mark", [",", "\t"])
-def test_csv_is_refused_with_a_command_that_converts_it(tmp_path, mark):
-    rows = [("text", "n"), ('two\nlines, "quoted"\t', "1"), ("ä", "2")]
-    path = tmp_path / {",": "a.csv", "\t": "a.tsv"}[mark]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, delimiter=mark).writerows(rows)
-    for source in ("jsonl", "parquet", "chat"):
-        with pytest.raises(InputError, match="is CSV: to write JSON lines: python -c ") as error:
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [("a.csv", "utf-8"), ("a.tsv", "utf-8"), ("a.csv", "utf-8-sig"), ('it\'s $A "b".csv', "utf-8")],
+)
+def test_csv_is_refused_with_a_command_that_converts_it(tmp_path, name, encoding):
+    rows = [("text", "n"), ('two\nlines, "quoted"\t', "1"), ("ä" * 140_000, "2")]
+    path = tmp_path / name
+    with path.open("w", newline="", encoding=encoding) as file:
+        csv.writer(file, delimiter="\t" if ".tsv" in name else ",").writerows(rows)
+    for source, wanted in (("parquet", "jsonl"), ("jsonl", "jsonl"), ("chat", "chat")):
+        match = f"is CSV: as JSON lines, source={wanted}: python -c "
+        with pytest.raises(InputError, match=match) as error:
             list(Source(source, [("a", path)]).records(["text"]))
-    command = str(error.value).partition("lines: python")[2]
+    command = str(error.value).partition(": python")[2]
     subprocess.run(sys.executable + command, shell=True, check=True)
     found = read("jsonl", Path(f"{path}.jsonl"))
     assert [piece.text for piece in found] == [text for text, _ in rows[1:]]
     (packed := Path(f"{path}.gz")).write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(InputError, match=rf"is CSV: unpack it; to write .* > '{path}\.jsonl'"):
+    match = f"is CSV: unpack it; as JSON lines, .* > {re.escape(shlex.quote(f'{path}.jsonl'))}"
+    with pytest.raises(InputError, match=match):
         list(Source("jsonl", [("a", packed)]).records(["text"]))
     lines = write(tmp_path / "lines.csv", '{"text": "a"}\n')  # by content
     assert [piece.text for piece in read("jsonl", lines)] == ["a"]

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 
 import jax
 import numpy as np
@@ -145,8 +146,11 @@ def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
         path.write_bytes(codecs.BOM_UTF8 + content)
         assert read(path) == expected
         path.write_bytes(content.decode().encode("utf-16"))
-        with pytest.raises(InputError, match=r"it is UTF-16, not UTF-8: convert it"):
+        with pytest.raises(InputError, match=r"it is UTF-16: convert it") as error:
             read(path)
+        command = re.search(r"\((iconv .*)\)", str(error.value))[1].split()
+        converted = subprocess.run([*command, path], check=True, capture_output=True).stdout
+        assert converted == content
         path.write_bytes(b"\n# \xff" + content)
         with pytest.raises(InputError, match="line 2 is not UTF-8 text: invalid start byte"):
             read(path)
@@ -295,7 +299,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(runs, capsys, tmp_p
     (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
     question = {"ctx": "the <pad>", "endings": [" a", " b", " c", " d"], "label": 1}
     (tmp_path / "h.jsonl").write_text(json.dumps(question))
-    named = r"the text has <pad> \(id \d+\), which is beyond the model's \d+ entries"
+    named = r"the text has '<pad>' \(id \d+\), which is beyond the model's \d+ entries"
     assert evaluate.main(f"--checkpoint {folder} --hellaswag {tmp_path / 'h.jsonl'}".split()) == 2
     assert re.search(named, capsys.readouterr().err)
     for use in (jaxllm.load(folder).generate, jaxllm.load(folder).score):

@@ -326,4 +326,4 @@ def test_a_tokenizer_may_have_a_few_tokens_beyond_the_model(made, tmp_path, caps
     capsys.readouterr()
     words = ["--checkpoint", str(ours), *text, "--data.special_tokens", "tokens"]
     assert evaluate.main(words) == 2
-    assert "<|im_start|> (id 67)" in capsys.readouterr().err
+    assert "'<|im_start|>' (id 67)" in capsys.readouterr().err

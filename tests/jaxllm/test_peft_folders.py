@@ -197,6 +197,25 @@ def test_adapters_may_lie_beside_their_base(tmp_path):
     np.testing.assert_array_equal(one, two)
 
 
+def test_adapters_of_a_run_take_its_converted_folder_as_their_base(tmp_path):
+    folder = peft_folder(tmp_path)
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path), path, {"base_step": "6"})  # what jaxllm convert writes for a run
+    assert open_weights(folder).arrays
+    page = json.loads((folder / "adapter_config.json").read_text())
+    page["base_model_name_or_path"] = str(folder)
+    (other := tmp_path / "other").mkdir()
+    (other / "adapter_config.json").write_text(json.dumps(page))
+    shutil.copy(path, other)
+    fix = "merge those first: jaxllm convert .* OUT --merge, and name OUT as base_model_name_or_p"
+    with pytest.raises(InputError, match=fix):
+        open_weights(other)
+    page["base_model_name_or_path"] = str(tmp_path / "OUT")
+    assert convert.main([str(folder), str(tmp_path / "OUT"), "--merge"]) == 0
+    (other / "adapter_config.json").write_text(json.dumps(page))
+    assert open_weights(other).arrays
+
+
 def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
     folder = peft_folder(tmp_path)
     path = folder / "adapter_model.safetensors"

@@ -119,7 +119,7 @@ def test_a_prediction_needs_neither_data_nor_gpus(tmp_path, capsys, monkeypatch)
     [
         ("--dry_run 64xB300", "--dry_run 64xB300 is not COUNTxKIND with a KIND of H100, H200"),
         ("--dry_run true", "--dry_run true is not COUNTxKIND"),
-        ("--dry_run 3xH100 --mesh.fsdp 2", "does not equal 3 devices"),
+        ("--dry_run 3xH100 --mesh.fsdp 2", "is not 3, the number of devices"),
         ("--dry_run 3xH100", "is not a multiple of 3 devices"),
         ("--dry_run 8xH100 --model.compute_dtype float32", "predicts runs on our kernels only"),
         ("--dry_run 8xA100 --train.fp8 all", "train.fp8=all cannot run on A100: it needs sm_89"),

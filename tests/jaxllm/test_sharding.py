@@ -171,7 +171,7 @@ def test_kernels_run_on_each_device_s_own_part(result):
 
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(
-        InputError, match=r"data=3 x fsdp=1 x context=1 x tensor=1 does not equal 1 devices"
+        InputError, match=r"data=3 x fsdp=1 x context=1 x tensor=1 is not 1, the number of devices"
     ):
         make_mesh(MeshConfig(data=3), jax.devices()[:1])
 

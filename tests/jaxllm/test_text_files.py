@@ -137,7 +137,7 @@ def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
     assert tokenizer.encode("x<pad><more>") == [87, 297, 298]
     assert tokenizer.vocab_size == 299
     tokenizer.check(297, tokenizer.encode("x<a>"))
-    with pytest.raises(InputError, match=r"the text has <pad> \(id 297\), which is beyond"):
+    with pytest.raises(InputError, match=r"the text has '<pad>' \(id 297\), which is beyond"):
         tokenizer.check(297, tokenizer.encode("x<pad>"))
     with pytest.raises(InputError, match="more than the model's 200"):
         tokenizer.check(200)

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -26,8 +27,14 @@ def test_what_no_library_reads_is_refused_with_the_way_out(name, kind, tmp_path)
     assert not present(tmp_path)
     (tmp_path / name).write_bytes(b"x")
     assert present(tmp_path)
-    with pytest.raises(InputError, match=rf"has {name}, but no tokenizer\.json; .* import {kind}"):
+    match = rf"has {name}, but no tokenizer\.json; .* import {kind}"
+    with pytest.raises(InputError, match=match) as error:
         Tokenizer(tmp_path)
+    # A folder's name may have quotes, so the command names none.
+    program = shlex.split(str(error.value).partition("in that folder: ")[2])
+    assert program[:2] == ["python", "-c"]
+    assert compile(program[2], "it", "exec")
+    assert str(tmp_path) not in program[2]
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,12 @@ class TestFinishedRun:
 
     def test_a_new_run_in_its_directory_is_refused(self, tiny, copy, capsys):
         before = (copy / "metrics.jsonl").read_bytes()
-        assert "already holds a run" in error_of(capsys, "--config", tiny, "--out_dir", copy)
+        line = error_of(capsys, "--config", tiny, "--out_dir", copy)
+        assert line.endswith("already holds a run; add --resume to continue it, or name another")
         assert (copy / "metrics.jsonl").read_bytes() == before
+        (copy / "config.yaml").unlink()  # without it --resume has nothing to continue
+        line = error_of(capsys, "--config", tiny, "--out_dir", copy)
+        assert line.endswith("already holds a run; name another")
 
     def test_resuming_without_steps_left_is_refused(self, copy, capsys):
         assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)

@@ -42,10 +42,12 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
         (
             ["--config", "llama3_small", "--mesh.tensor", "7"],
-            "set mesh.data=-1 and the other axes to divisors of",
+            "set mesh.data=-1 and the product of the other axes to a divisor of",
         ),
         (["--config", "llama3_small", "--mesh.data", "0"], "mesh data=0 x fsdp=1 x context=1"),
         (["--config", "llama3_small", "--mesh.fsdp", "64"], "--dry_run 64xH100 predicts it for 64"),
+        (["--config", "llama3_small", "--mesh.data", "64"], "--dry_run 64xH100 predicts it for 64"),
+        (["--config", "llama3_small", "--dry_run", ""], "--dry_run is not COUNTxKIND"),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
             ["--config", "llama3_small", "--data.path", "/nothing"],

@@ -240,8 +240,9 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
         ),
         (
             ["attention", "--variant", "half"],
-            "--variant half is not one of documents, full, packed, window 1024",
+            "--variant half: attention has documents, full, packed, window 1024",
         ),
+        (["swiglu", "--variant", "half"], "--variant half: swiglu has none, omit it"),
     ):
         with pytest.raises(SystemExit):
             main(words)

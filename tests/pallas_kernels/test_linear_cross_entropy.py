@@ -308,7 +308,7 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, transposed=True)
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* needs \(2,\)"):
         linear_cross_entropy(x, weight, jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 5\]"):
+    with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 5\], weight's"):
         linear_cross_entropy(x, weight, labels, vocab_size=9)
     with pytest.raises(ValueError, match="reduction='none' is not one of mean, sum"):
         linear_cross_entropy(x, weight, labels, reduction="none")
