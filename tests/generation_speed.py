@@ -14,7 +14,6 @@ step compiled into CUDA graphs, and with int8 or int4 the weights and calls of g
 itself, because PyTorch's and JAX's memory do not make room for each other.
 """
 
-import argparse
 import functools
 import statistics
 import sys
@@ -22,14 +21,13 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from scripts import Parser, run
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("config", help="a shipped configuration, such as gpt2_124m")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of a batch")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest (128)")
@@ -334,4 +332,4 @@ def in_torch(section: dict, vocabulary: int):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

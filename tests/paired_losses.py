@@ -12,13 +12,13 @@ batch 8 take four minutes on two H200, with two processes on each GPU: one for e
 with half of the seeds.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
+from scripts import Parser
+from scripts import run as run_script
 
 BATCH, EVAL_BATCHES = 8, 16
 
@@ -109,9 +109,7 @@ def draw(files: list[Path], out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
     one.add_argument("kernels", choices=("auto", "mosaic", "xla"))
@@ -131,4 +129,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)
