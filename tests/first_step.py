@@ -143,7 +143,7 @@ def random_shards(folder: Path, config: str, overrides: dict[str, str]) -> dict[
     loaded = load(config, overrides | {"data.source": "shards", "data.path": "x"})
     vocab, rows = loaded.model.vocab_size, loaded.train.batch_size
     count = max(2 * rows * loaded.train.seq_len, 1 << 20) + 1
-    found = {}
+    found = {"data.source": "shards"}
     for key in ("path", "val_path"):
         writer = ShardWriter(folder / f"{key}.bin", vocab)
         writer.append(np.random.default_rng(len(key)).integers(0, vocab, count))
