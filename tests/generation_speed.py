@@ -21,7 +21,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from scripts import Parser, run
+from scripts import Parser, one_of, run
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv_cache_dtype", choices=("auto", "float8"), default="auto")
     parser.add_argument("--peer", action="store_true", help="PyTorch instead of ours")
     args = parser.parse_args(argv)
+    if min(args.rows) < 1:
+        parser.error(f"--rows {min(args.rows)} is not positive")
     (theirs if args.peer else ours)(args)
     return 0
 
@@ -74,8 +76,11 @@ def ours(args) -> None:
     from jaxllm.config import MeshConfig, SampleConfig
     from jaxllm.infer import decode
     from jaxllm.sharding import make_mesh
+    from jaxllm.weights.convert import FORMATS
     from pallas_kernels.bench import timing
 
+    for form in filter(None, (args.quantize, args.head)):
+        one_of("format", form, FORMATS)
     model = configs.load(args.config).model
     longest, most = args.prompt + args.tokens + 1, decode.most_tokens(model)
     if most is not None and longest > most:

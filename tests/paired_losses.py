@@ -20,6 +20,8 @@ import numpy as np
 from scripts import Parser
 from scripts import run as run_script
 
+from jaxllm.errors import InputError
+
 BATCH, EVAL_BATCHES = 8, 16
 
 
@@ -40,7 +42,12 @@ def run(kernels: str, shards: Path, out: Path, seeds: range, steps: int) -> None
     from jaxllm.config import Config, load
     from jaxllm.train.step import Trainer
 
-    train, val = (shard(next(shards.glob(f"{part}_*.bin"))) for part in ("train", "val"))
+    found = [next(shards.glob(f"{part}_*.bin"), None) for part in ("train", "val")]
+    if None in found:
+        raise InputError(
+            f"{shards} has no train_*.bin and val_*.bin; jaxllm data prepare makes them"
+        )
+    train, val = map(shard, found)
 
     def trainer(seed: int) -> Trainer:
         values = load("gpt2_124m").model_dump()

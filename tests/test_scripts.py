@@ -24,6 +24,17 @@ EVERYWHERE = {
     "verify_cost",
 }
 
+# {words: a part of the error}.
+MISTAKES = {
+    ("compile_ahead", "nonsense"): "no op nonsense; there are layer_norm, ",
+    ("generation_speed", "gpt2_small", "--rows", "0"): "--rows 0 is not positive",
+    ("generation_speed", "gpt2_small", "--quantize", "int99"): "no format int99; there are int8, ",
+    ("house_walks", "/dev"): "/dev is no checkout",
+    ("paired_losses", "run", "xla", "/nothing", "/dev/null"): "/nothing has no train_*.bin",
+    ("random_checks", "--line", "Call('gelu'"): "is no call as it was printed",
+    ("verify_cost", "gpt2_small", "2", "--train.seq_len"): "--train.seq_len needs a value",
+}
+
 # All in one process, which imports JAX once.  No GPU is found, and no process asks for one.
 DRIVER = """
 import contextlib, io, json, os, runpy, sys
@@ -68,6 +79,7 @@ def said() -> dict:
         [name, words] for name in SCRIPTS if name not in EVERYWHERE for words in examples(name)
     ]
     calls += [[name, ["nonsense", "4"]] for name in SCRIPTS]
+    calls += [[name, words] for name, *words in MISTAKES]
     ran = subprocess.run(
         [sys.executable, "-c", DRIVER, str(TESTS), json.dumps(calls)],
         capture_output=True, text=True, cwd=REPO,
@@ -94,6 +106,14 @@ def test_a_wrong_argument_is_one_line(said, name, words):
     status, _, errors = said[name, *words]
     assert status == 2
     assert re.fullmatch("error: .*\n", errors), errors
+
+
+@pytest.mark.parametrize("call", MISTAKES, ids=" ".join)
+def test_a_mistake_is_named(said, call):
+    status, _, errors = said[call]
+    assert status == 2
+    assert MISTAKES[call] in errors
+    assert re.fullmatch("error: .*\n", errors)
 
 
 def test_the_examples_are_right_and_without_a_gpu_one_line(said):
