@@ -61,4 +61,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except ModuleNotFoundError as error:
         error_line(f"not installed: {error.name}; pip install {error.name}")
         status = 2
+    except subprocess.CalledProcessError as error:  # the command itself has said why
+        error_line(str(error.stderr or error).strip().splitlines()[-1])
+        status = error.returncode
     sys.exit(status)
