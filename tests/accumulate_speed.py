@@ -1,6 +1,6 @@
 """Speed of whole steps with gradient accumulation: tokens/s, memory, joules, seconds to start.
 
-    python tests/accumulate_speed.py 1.3b 1.3b-fp8                (all cases without a name)
+    python tests/accumulate_speed.py 1.3b 1.3b-fp8           without a name: all cases but jla-*
     python tests/accumulate_speed.py --cold llama3_3b
     python tests/accumulate_speed.py --cold 1.3b jla-1.3b 1.3b-fp8 jla-1.3b-fp8
 
@@ -175,16 +175,30 @@ def measure_jla(case: str, folder: str, dry: bool) -> dict:
     }
 
 
+def child() -> None:
+    """Measures the case of argv; imports nothing before its clock starts."""
+    case, dry = sys.argv[1], "--dry" in sys.argv
+    how = measure_jla if case.startswith("jla") else measure
+    figures = how(case, os.environ["CASE_FOLDER"], dry)
+    print(json.dumps({"start": os.environ["CASE_START"]} | figures))
+
+
 def main() -> None:
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    dry, cold = "--dry" in sys.argv, "--cold" in sys.argv
-    if "CASE_FOLDER" in os.environ:
-        how = measure_jla if words[0].startswith("jla") else measure
-        figures = how(words[0], os.environ["CASE_FOLDER"], dry)
-        return print(json.dumps({"start": os.environ["CASE_START"]} | figures))
+    from scripts import Parser, needs_gpu, one_of
+
+    parser = Parser(__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--cold", action="store_true", help="without the second process")
+    parser.add_argument("--dry", action="store_true", help="tiny, on a CPU")
+    arguments = parser.parse_args()
+    dry, cold = arguments.dry, arguments.cold
+    for case in arguments.cases:
+        one_of("case", case, CASES)
+    if not dry:
+        needs_gpu()
     tree = os.environ.get("TREE", str(Path(__file__).parents[1]))
     out = Path(os.environ.get("OUT", tempfile.gettempdir())) / "accumulate_speed.jsonl"
-    for case in words or (case for case in CASES if not case.startswith("jla")):
+    for case in arguments.cases or (case for case in CASES if not case.startswith("jla")):
         once = cold or case.startswith("jla")
         with tempfile.TemporaryDirectory() as folder:
             for start in ("cold",) if once else ("cold", "second"):
@@ -209,4 +223,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "CASE_FOLDER" in os.environ:
+        child()
+    else:
+        import scripts  # here, because its imports would count as a case's
+
+        scripts.run(main)

@@ -14,20 +14,21 @@ The exit status is 1 if a kernel spills or ptxas warns.  It needs no GPU, only J
 LLVM ends the process if a kernel does not compile, so each case gets its own process.
 """
 
-import argparse
 import importlib.util
 import multiprocessing
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from scripts import Parser, one_of, run
+
+from jaxllm.errors import InputError
+
 GPUS = {
     "sm_80": "A100",
     "sm_86": "RTX 3090",
@@ -126,6 +127,14 @@ def ptxas() -> list[str]:
     places = spec.submodule_search_locations or () if spec else ()
     found = [path for place in places for path in Path(place).glob("*/bin/ptxas")]
     return [str(path) for path in found or [shutil.which("ptxas")] if path][:1]
+
+
+def needs_cuda_wheels() -> None:
+    """Raises InputError if XLA cannot compile for GPUs here."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    places = plugins.submodule_search_locations or () if plugins else ()
+    if not any([*Path(place).glob("xla_cuda*")] for place in places):
+        raise InputError("JAX's CUDA wheels are missing: pip install 'jaxllm[cuda13]'")
 
 
 def version(compiler: str) -> str:
@@ -280,15 +289,20 @@ def table(spec: str, gpu: str, compilers: list[str]) -> tuple[list[str], list[Bu
 
 
 def main() -> int:
-    sys.path.insert(0, str(ROOT))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    from pallas_kernels.bench.cases import CASES
+
+    parser = Parser(__doc__)
     parser.add_argument("op", nargs="*", help="op or op:case:size")
     parser.add_argument("--gpu", nargs="*", choices=GPUS, default=["sm_80", "sm_89"])
     parser.add_argument("--all", action="store_true", help="every shape of the benchmark")
     arguments = parser.parse_args()
+    for op in arguments.op:
+        if not op.startswith("learn."):
+            one_of("op", op.partition(":")[0], dict.fromkeys(case.op for case in CASES))
     compilers = ptxas()
     if not compilers:
         parser.error("no ptxas: install JAX's CUDA wheels, or name one in PTXAS")
+    needs_cuda_wheels()
     names = [" ".join([version(c), *how]) for c in compilers for how in ([], ["-c"])]
     heads = "".join(f"{f'ptxas {name}':<29}" for name in names)
     print(f"{'GPU':<6}  {'op:case:size':<17}  {'kernel':<24}  shared  {heads}".rstrip())
@@ -310,4 +324,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

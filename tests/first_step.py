@@ -11,7 +11,6 @@ beside it, with the phases inside.  A cold start has no compiled program, but th
 the files of Python and CUDA; the first of all reads them.  The clock starts before Python does.
 """
 
-import argparse
 import builtins
 import functools
 import json
@@ -144,7 +143,7 @@ def random_shards(folder: Path, config: str, overrides: dict[str, str]) -> dict[
     loaded = load(config, overrides | {"data.source": "shards", "data.path": "x"})
     vocab, rows = loaded.model.vocab_size, loaded.train.batch_size
     count = max(2 * rows * loaded.train.seq_len, 1 << 20) + 1
-    found = {}
+    found = {"data.source": "shards"}
     for key in ("path", "val_path"):
         writer = ShardWriter(folder / f"{key}.bin", vocab)
         writer.append(np.random.default_rng(len(key)).integers(0, vocab, count))
@@ -153,15 +152,15 @@ def random_shards(folder: Path, config: str, overrides: dict[str, str]) -> dict[
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    from scripts import Parser
+
+    parser = Parser(__doc__)
     parser.add_argument("config")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--cache", type=Path, help="a folder instead of a new one, then not cold")
     arguments, rest = parser.parse_known_args()
-    overrides = {
-        key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)
-    }
+    overrides = parser.overrides(rest)
     with tempfile.TemporaryDirectory() as temporary:
         folder, starts = Path(temporary), []
         if "data.path" not in overrides:
@@ -175,7 +174,8 @@ def main() -> None:
             }
             words = [sys.executable, __file__, "--config", arguments.config, *options]
             words += ["--out_dir", str(folder / f"run{i}")]
-            subprocess.run(words, env=environment, check=True)
+            if status := subprocess.run(words, env=environment).returncode:
+                return status  # it has said why
             starts.append(json.loads(out.read_text()))
     print(f"\n{arguments.config}, seconds of starts after each other:")
     phases = [IMPORTS, *dict.fromkeys(PHASES.values()), REST, TOTAL]
@@ -184,10 +184,13 @@ def main() -> None:
             print(f"{name:<42}" + "".join(f"{start.get(name, 0):8.2f}" for start in starts))
     if sys.flags.dont_write_bytecode:
         print("PYTHONDONTWRITEBYTECODE is set: each start may compile what it imports")
+    return 0
 
 
 if __name__ == "__main__":
     if CHILD in os.environ:
         start(sys.argv[1:])
     else:
-        main()
+        import scripts  # here, because its imports would count as a start's
+
+        scripts.run(main)

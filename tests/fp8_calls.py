@@ -7,17 +7,15 @@ Compiles the step of a configuration for H100s, with each value of train.fp8, an
 kernels of the compiled program.  Needs JAX's CUDA wheels, as tests/compile_ahead.py does.
 """
 
-import argparse
 import collections
 import os
 import re
-import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from compile_ahead import GPUS, TARGET  # noqa: E402
+from compile_ahead import GPUS, TARGET, needs_cuda_wheels
+from scripts import Parser, run
 
 FP8, MOSAIC = "__cublas$lt$matmul$f8", "mosaic_gpu_v2"
 
@@ -76,15 +74,14 @@ def main() -> None:
     from jaxllm.config import load
     from jaxllm.train.process import set_xla_flags
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("config", nargs="+")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--dump", type=Path, help="a file for the last program")
     arguments, rest = parser.parse_known_args()
-    overrides = {
-        key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)
-    }
+    overrides = parser.overrides(rest)
     set_xla_flags(deterministic=True)
+    needs_cuda_wheels()
     for name in arguments.config:
         for fp8 in ("none", "matmuls", "all"):
             config = load(name, overrides | {"train.fp8": fp8})
@@ -95,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,6 @@ step compiled into CUDA graphs, and with int8 or int4 the weights and calls of g
 itself, because PyTorch's and JAX's memory do not make room for each other.
 """
 
-import argparse
 import functools
 import statistics
 import sys
@@ -22,14 +21,13 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from scripts import Parser, one_of, run
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("config", help="a shipped configuration, such as gpt2_124m")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of a batch")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest (128)")
@@ -40,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv_cache_dtype", choices=("auto", "float8"), default="auto")
     parser.add_argument("--peer", action="store_true", help="PyTorch instead of ours")
     args = parser.parse_args(argv)
+    if min(args.rows) < 1:
+        parser.error(f"--rows {min(args.rows)} is not positive")
     (theirs if args.peer else ours)(args)
     return 0
 
@@ -76,8 +76,11 @@ def ours(args) -> None:
     from jaxllm.config import MeshConfig, SampleConfig
     from jaxllm.infer import decode
     from jaxllm.sharding import make_mesh
+    from jaxllm.weights.convert import FORMATS
     from pallas_kernels.bench import timing
 
+    for form in filter(None, (args.quantize, args.head)):
+        one_of("format", form, FORMATS)
     model = configs.load(args.config).model
     longest, most = args.prompt + args.tokens + 1, decode.most_tokens(model)
     if most is not None and longest > most:
@@ -334,4 +337,4 @@ def in_torch(section: dict, vocabulary: int):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

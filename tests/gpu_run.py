@@ -44,7 +44,7 @@ SECONDS = {"tests": 540, "random": 250, "compile": 120, "turn": 60, "all": 1230,
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
     *("test_house.py", "test_readme.py", "test_gpu_random.py", "test_gpu_run.py"),
-    "test_steady_step.py",
+    *("test_scripts.py", "test_steady_step.py"),
     "jaxllm/test_commands.py",
     *("jaxllm/test_config.py", "jaxllm/test_context.py", "jaxllm/test_data_loader.py"),
     *("jaxllm/test_chat_masks.py", "jaxllm/test_data_cache.py", "jaxllm/test_data_opening.py"),

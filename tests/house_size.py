@@ -4,8 +4,9 @@ The files that a training step and a generated token run are counted in house_wa
 """
 
 import ast
-import sys
 from pathlib import Path
+
+from scripts import run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,11 +75,15 @@ def counts(root: Path = ROOT) -> dict[str, int]:
     }
 
 
-if __name__ == "__main__":
-    from house_walks import walks
+def main() -> None:
+    from house_walks import checkout, walks
 
-    root = Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT
+    root = checkout(__doc__)
     for name, count in counts(root).items():
         print(f"{count:6} {name}")
     for name, files in walks(root).items():
         print(f"{len(files):6} {name}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -92,13 +92,27 @@ def here(root: Path) -> dict[str, list[str]]:
     }
 
 
+def checkout(doc: str) -> Path:
+    """The checkout that the command line names, or this one."""
+    from scripts import Parser
+
+    parser = Parser(doc)
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
+    root = parser.parse_args().checkout.resolve()
+    if not (root / "jaxllm").is_dir():
+        parser.error(f"{root} is no checkout: it has no folder jaxllm")
+    return root
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--in"]:
-        print(json.dumps(here(Path(sys.argv[2]))))
-        return
-    for what, files in walks(Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT).items():
+    for what, files in walks(checkout(__doc__)).items():
         print(f"{len(files):6} {what}: {', '.join(files)}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--in"]:
+        print(json.dumps(here(Path(sys.argv[2]))))
+    else:
+        import scripts  # here: it puts this checkout before the other one
+
+        scripts.run(main)

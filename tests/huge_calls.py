@@ -7,6 +7,7 @@ rows, the values within rounding.  Gradients of weights, which sum over all rows
 two halves' gradients.  Each case runs in its own process; the exit status is 1 if one is wrong.
 """
 
+import argparse
 import functools
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scripts import Parser, needs_gpu, one_of, run
 
 import pallas_kernels as ops
 
@@ -145,11 +147,18 @@ def check(name: str) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--one"]:
-        print(check(sys.argv[2]) or "right", flush=True)
+    parser = Parser(__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(check(arguments.one) or "right", flush=True)
         return 0
+    for name in arguments.cases:
+        one_of("case", name, CASES)
+    needs_gpu()
     failed = False
-    for name in sys.argv[1:] or CASES:
+    for name in arguments.cases or CASES:
         ran = subprocess.run(
             [sys.executable, __file__, "--one", name], capture_output=True, text=True
         )
@@ -160,4 +169,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -13,20 +13,19 @@ after two, and the peak of the allocator.  It needs an NVIDIA GPU of 80 GB; the 
 transformers, peft, Unsloth for its row and, for nf4, bitsandbytes.  --layers 2 is a rehearsal.
 """
 
-import argparse
 import importlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT)]
+from scripts import Parser, needs_gpu, needs_packages, run
+
 T, RANK, DOCUMENTS, VOCABULARY = 4096, 16, 8, 128256
 WARM, STEPS = 2, 10
+PACKAGES = {"peer": ("torch", "transformers", "peft"), "unsloth": ("torch", "unsloth")}
 TARGETS = [f"{name}_proj" for name in "q k v o gate up down".split()]
 
 
@@ -332,7 +331,7 @@ def linear(a) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("what", choices=("step", "peer", "unsloth", "linear"))
     parser.add_argument("weights", nargs="?", default="int4")
     parser.add_argument("--remat", default="block")
@@ -343,8 +342,12 @@ def main() -> None:
     a = parser.parse_args()
     if a.what in ("peer", "unsloth") and a.weights not in ("nf4", "bf16"):
         parser.error(f"{a.what} has nf4 and bf16, not {a.weights}")
+    if a.what == "step" and a.weights not in ("int4", "int8", "none"):
+        parser.error(f"step has int4, int8 and none, not {a.weights}")
+    needs_packages(*PACKAGES.get(a.what, ()), *["bitsandbytes"] * (a.weights == "nf4"))
+    needs_gpu()
     {"step": step, "peer": peer, "unsloth": unsloth, "linear": linear}[a.what](a)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,14 +17,11 @@ batch's gradients against float32, in bfloat16 and with both formats.  Further w
 settings of the configuration.
 """
 
-import argparse
 import math
 import statistics
-import sys
 import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts import Parser, run
 
 from jaxllm.config import load
 from jaxllm.train.process import set_xla_flags
@@ -157,7 +154,7 @@ def equal_losses(speed: float, differences: list[float], gains: list[float]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("config")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FIRST", "END"))
     parser.add_argument("--mode", choices=("matmuls", "all"), default="matmuls")
@@ -166,8 +163,7 @@ def main() -> None:
     parser.add_argument("--gradients", action="store_true")
     arguments, rest = parser.parse_known_args()
     set_xla_flags(deterministic=True)
-    names = (word.removeprefix("--") for word in rest[::2])
-    overrides = dict(zip(names, rest[1::2], strict=True))
+    overrides = parser.overrides(rest)
     differences, gains, programs = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         overrides.setdefault("data.cache_dir", folder)
@@ -201,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,13 +12,15 @@ batch 8 take four minutes on two H200, with two processes on each GPU: one for e
 with half of the seeds.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
+from scripts import Parser
+from scripts import run as run_script
+
+from jaxllm.errors import InputError
 
 BATCH, EVAL_BATCHES = 8, 16
 
@@ -40,7 +42,12 @@ def run(kernels: str, shards: Path, out: Path, seeds: range, steps: int) -> None
     from jaxllm.config import Config, load
     from jaxllm.train.step import Trainer
 
-    train, val = (shard(next(shards.glob(f"{part}_*.bin"))) for part in ("train", "val"))
+    found = [next(shards.glob(f"{part}_*.bin"), None) for part in ("train", "val")]
+    if None in found:
+        raise InputError(
+            f"{shards} has no train_*.bin and val_*.bin; jaxllm data prepare makes them"
+        )
+    train, val = map(shard, found)
 
     def trainer(seed: int) -> Trainer:
         values = load("gpt2_124m").model_dump()
@@ -109,9 +116,7 @@ def draw(files: list[Path], out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
     one.add_argument("kernels", choices=("auto", "mosaic", "xla"))
@@ -131,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

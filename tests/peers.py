@@ -14,15 +14,15 @@ and CUPTI times their kernels, as in pallas_kernels.benchmark.  CUDA events time
 including launches and gaps.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
 import math
 import os
 import statistics
-import sys
 import time
+
+from scripts import Parser, needs_gpu, needs_packages, run
 
 from pallas_kernels.bench import cases, compiling, operands, timing
 from pallas_kernels.bench.report import text
@@ -383,9 +383,7 @@ def train(
 
 def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("what", choices=("attention", "vlstm", "quantized_linear", "train"))
     parser.add_argument("config", nargs="?", help="of train, or B,T,H,K,D of attention")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
@@ -399,17 +397,15 @@ def main() -> int:
             parser.error("train needs a configuration, such as gpt2_124m")
         from jaxllm.config import load
 
+        needs_packages("torch", *["torchao"] * bool(a.fp8))
+        needs_gpu()
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
             cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in ROWS}
         timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
         rows(*timing.attempt(timed, cells or {row: None}))
         return 0
-    import jax
-
-    if jax.default_backend() != "gpu":
-        print(f"error: the platform is {jax.default_backend()}, not gpu", file=sys.stderr)
-        return 2
+    needs_gpu()
     if a.what == "attention":
         attention(a.config, a.full, a.window)
     else:
@@ -418,4 +414,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -20,11 +20,9 @@ gpu_random.py.
 
 # ruff: noqa: E402 (XLA's flags come before JAX)
 
-import argparse
 import contextlib
 import json
 import os
-import sys
 import time
 import traceback
 import warnings
@@ -54,6 +52,7 @@ from random_ratios import (
     of_leaf,
     spacing,
 )
+from scripts import Parser, run
 
 import pallas_kernels
 from pallas_kernels import Packed, RopeScaling, dispatch  # noqa: F401 (for --line)
@@ -173,7 +172,7 @@ def report(say, number: int, call: Call, check) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")))
     parser.add_argument("--call", type=int, nargs="+", default=range(len(random_draws.ORDER)))
     parser.add_argument("--line", help="a call as it was printed")
@@ -182,7 +181,10 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     calls = {number: random_draws.draw(a.seed, number) for number in a.call}
     if a.line:
-        calls = {0: eval(a.line)}  # the user's own line
+        try:
+            calls = {0: eval(a.line)}  # the user's own line
+        except Exception as error:
+            parser.error(f"--line {a.line} is no call as it was printed: {error}")
     wrong = 0
 
     def say(**message):
@@ -202,4 +204,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

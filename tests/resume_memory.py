@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from scripts import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 MOST = 0.02
 
 
@@ -49,7 +49,12 @@ def random_run(name: str, batch: str, folder: Path, steps: int) -> list[str]:
 
 
 def main() -> int:
-    name, batch, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
+    parser = Parser(__doc__)
+    parser.add_argument("config")
+    parser.add_argument("batch", type=int)
+    arguments, overrides = parser.parse_known_args()
+    parser.overrides(overrides)
+    name, batch = arguments.config, str(arguments.batch)
     with tempfile.TemporaryDirectory() as folder:
         out_dir = Path(folder) / "run"
         words = random_run(name, batch, Path(folder), 10) + ["--train.steps", "6", *overrides]
@@ -72,4 +77,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from scripts import Parser, needs_gpu, run
 
 PROCESSES = 14
 RUNS, EACH = 5000, 1.0  # of a call at most; the seconds that its runs take at most
@@ -103,13 +104,14 @@ def load() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")))
     parser.add_argument("--seconds", type=float, default=150, help="of random calls")
-    parser.add_argument("--share", help="one process's part, or load")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # one process's part, or load
     a = parser.parse_args()
     if a.share is not None:
         return load() if a.share == "load" else work(a.seed, int(a.share), time.time() + a.seconds)
+    needs_gpu()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     command = [sys.executable, *sys.argv, "--seed", str(a.seed), "--share"]
     loading = subprocess.Popen([*command, "load"])
@@ -128,4 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

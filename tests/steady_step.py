@@ -15,12 +15,10 @@ is and with the overrides in turns, five times --steps each.  `matmuls` repeats 
 two seconds each, with random operands and with zeros, which take less power.
 """
 
-import argparse
 import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +26,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from scripts import Parser, needs_gpu
+from scripts import run as run_script
 
 QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
 POWER_LIMIT = 4  # bit of the reasons: NVML's SwPowerCap
@@ -251,24 +250,24 @@ def matmuls() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("matmuls")
-    for name in ("step", "parts", "beside"):
-        one = commands.add_parser(name)
-        one.add_argument("config")
-        one.add_argument("batch", type=int)
-        one.add_argument("--steps", type=int, default=120, help="at least 4 seconds")
-        one.add_argument("--dry", action="store_true", help="for beside: tiny, on a CPU")
+    parser = Parser(__doc__)
+    parser.add_argument("command", choices=("matmuls", "step", "parts", "beside"))
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("batch", nargs="?", type=int)
+    parser.add_argument("--steps", type=int, default=120, help="at least 4 seconds")
+    parser.add_argument("--dry", action="store_true", help="for beside: tiny, on a CPU")
     arguments, rest = parser.parse_known_args()
+    overrides = parser.overrides(rest)
+    if arguments.command != "matmuls" and arguments.batch is None:
+        parser.error(f"{arguments.command} needs a configuration and a batch size")
+    if not (arguments.dry and arguments.command == "beside"):
+        needs_gpu()  # XLA_FLAGS come before JAX here
     if arguments.command == "matmuls":
         return matmuls()
     if arguments.command == "parts":  # in a command buffer a kernel has no operation's name
         os.environ["XLA_FLAGS"] = (
             f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
         )
-    names = (word.removeprefix("--") for word in rest[::2])
-    overrides = dict(zip(names, rest[1::2], strict=True))
     if arguments.command == "beside":
         return beside(arguments.config, arguments.batch, arguments.steps, overrides, arguments.dry)
     found = run(arguments.config, arguments.batch, arguments.steps, overrides)
@@ -276,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,8 +29,7 @@ import torch_native_checks as checks
 import torch_native_ops as ops
 import torch_native_tables as tables
 import torch_native_timings as timings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts import Parser, needs_gpu, needs_packages, one_of, run
 
 AT_ONCE = 14  # checks
 CHECKS = [
@@ -119,7 +118,7 @@ def brief(spec, found) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("names", nargs="*", help="groups or cases")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--seconds", type=float, default=145)
@@ -135,6 +134,11 @@ def main():
         return 0
     if not arguments.names:
         parser.error(f"which of checks, {', '.join(LANES)}?")
+    for name in arguments.names:
+        if ":" not in name:
+            one_of("group", name, ["checks", *LANES])
+    needs_packages("torch")
+    needs_gpu()
     folder, devices, begin = tempfile.mkdtemp(), gpus(), time.time()
     os.environ["PALLAS_KERNELS_CACHE"] = str(Path(folder) / "cache")
     path = Path(arguments.out) / "torch_native.jsonl"
@@ -167,4 +171,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

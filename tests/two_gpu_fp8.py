@@ -18,7 +18,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +31,7 @@ set_xla_flags(deterministic=True)
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from late_steps import take  # noqa: E402
+from scripts import Parser, needs_gpu, run  # noqa: E402
 
 from jaxllm.config import load  # noqa: E402
 from jaxllm.sharding import make_mesh  # noqa: E402
@@ -79,7 +79,7 @@ def measure(a: argparse.Namespace, gpus: int, fp8: str, more: dict[str, str]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("config")
     parser.add_argument("rows", type=int)
     parser.add_argument("width", type=int)
@@ -88,8 +88,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--dry", action="store_true")
     a, rest = parser.parse_known_args()
-    names = (word.removeprefix("--") for word in rest[::2])
-    overrides = dict(zip(names, rest[1::2], strict=True))
+    overrides = parser.overrides(rest)
+    if not DRY:
+        needs_gpu()
     out = Path(os.environ.get("OUT", tempfile.gettempdir())) / "two_gpu_fp8.jsonl"
     every = 2 if DRY else jax.device_count()
     for gpus in (every,) if a.together else (1, every):
@@ -101,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,7 +9,6 @@ within 60 s with a line that names the dead one.  Every loss must be the loss of
 kills, bit for bit.  Prints a line for each kill and a total; the exit status is 1 if one fails.
 """
 
-import argparse
 import os
 import random
 import re
@@ -24,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "jaxllm"), str(HERE.parent)]
 
 import process_runs  # noqa: E402
+import scripts  # noqa: E402
 from killed_runs import saving  # noqa: E402
 
 STEPS = int(os.environ.get("STEPS", 120))
@@ -73,10 +73,12 @@ def kill(commands: list, rank: int) -> tuple[int, dict, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.Parser(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     arguments = parser.parse_args()
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        scripts.needs_gpu(2)
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         process_runs.prepare(Path(folder))
@@ -130,4 +132,4 @@ def run(folder: Path, kills: int, rng: random.Random) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    scripts.run(main)

@@ -9,18 +9,23 @@ choices, so both compile once, at the same time.  Further words override setting
 configuration.  About 90 s for llama3_1b on an H100.
 """
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+from scripts import Parser, run
 
 EVERY, STEPS, FIRST = 10, 150, 50  # the steps before FIRST warm up
 ASKED = 200
 
 
 def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("config")
+    parser.add_argument("batch")
+    arguments, words = parser.parse_known_args()
+    overrides = {"train.batch_size": arguments.batch, "train.grad_accum": "1"}
+    overrides |= parser.overrides(words)
+
     from jaxllm.train.process import no_long_pauses, set_xla_flags
 
     set_xla_flags(deterministic=True)
@@ -33,11 +38,7 @@ def main() -> None:
     from jaxllm.train.step import Trainer
     from jaxllm.train.verify import Canary
 
-    name, batch, *words = sys.argv[1:]
-    names = (word.removeprefix("--") for word in words[::2])
-    overrides = {"train.batch_size": batch, "train.grad_accum": "1"}
-    overrides |= dict(zip(names, words[1::2], strict=True))
-    config = load(name, overrides)
+    config = load(arguments.config, overrides)
     trainer = Trainer(config, make_mesh(config.mesh))
     with ThreadPoolExecutor() as pool:
         traces = trainer.trace_train_step, trainer.trace_verified_step
@@ -69,10 +70,10 @@ def main() -> None:
     once = median(times[step] for step in timed if step % EVERY)
     twice = median(times[step] for step in timed if not step % EVERY)
     print(
-        f"{name}, batch {rows}: {once:.2f} ms a step, {twice:.2f} ms a verified one; every"
-        f" {ASKED} steps costs {(twice - once) / once / ASKED:.2%}"
+        f"{arguments.config}, batch {rows}: {once:.2f} ms a step, {twice:.2f} ms a verified one;"
+        f" every {ASKED} steps costs {(twice - once) / once / ASKED:.2%}"
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

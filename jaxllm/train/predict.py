@@ -125,7 +125,7 @@ def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]
     compute = max(compute, train.grad_accum * model.n_layers * KERNELS * LAUNCH)
     waiting = sum(t.seconds for t in traffic(trainer, kind))
     fast, slow = max(compute, waiting), compute + waiting
-    fits = "fits" if total <= GPUS[kind].memory else "too much"
+    fits = "fits" if total * estimate.MARGIN <= GPUS[kind].memory else "may not fit"
     sizes = f"{activations / GIB:.2f}", f"{total / GIB:.2f}", fits, f"{more:.0%}"
     speed = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
     return (remat, *sizes, f"{fast:.3g} to {slow:.3g}", speed)
