@@ -268,7 +268,8 @@ def check_free(out_dir: Path) -> None:
     """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
     check_writable(out_dir, "out_dir ", checkpoints=True)
     if what := holds(out_dir):
-        resume = "add --resume to continue it, or " * (out_dir / "config.yaml").is_file()
+        resumable = what == "a run" and (out_dir / "config.yaml").is_file()
+        resume = "add --resume to continue it, or " * resumable
         raise InputError(f"out_dir {out_dir} already holds {what}; {resume}name another")
 
 

@@ -36,7 +36,7 @@ def _parser() -> Parser:
     command.option("--special_tokens text|tokens", "what special tokens' names are", default="text")
     command.option("--end_token NAME", "the token between documents (default: the tokenizer's)")
     command.option("--loss assistant|all", "tokens of a chat to predict", default="assistant")
-    of_text = ("shard_tokens", "val_fraction", "special_tokens", "end_token")
+    of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
     command.set_defaults(
         run=_prepare,
         of_text={name: command.get_default(name) for name in of_text},
@@ -61,8 +61,6 @@ def _open(args: Namespace, *, validates: bool) -> Source:
     """The data that the options name, said on the screen; validates: whether a split of it may."""
     if args.path and inside(args.out, Path(args.path).expanduser()):
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
-    if args.text_column != "text" and args.source not in ("jsonl", "parquet"):
-        raise InputError(f"--text_column is not for --source={args.source}; omit it")
     found = find_files(args.source, args.path, key="--path")
     found, val = by_split(args.source, found, None if validates else Found([]))
     if val.files:

@@ -308,8 +308,7 @@ def test_one_process_at_a_time(data, capsys):
         ({"shard_tokens": 0}, "--shard_tokens=0"),
         ({"val_fraction": 1.0}, "--val_fraction=1.0"),
         ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
-        ({"source": "stdlib"}, "--text_column is not for --source=stdlib; omit it"),
-        ({"source": "stdlib", "text_column": "text"}, "is not read with source=stdlib"),
+        ({"source": "stdlib"}, "is not read with source=stdlib"),
         ({"out": "data/x"}, "/data; choose another --out"),
     ],
 )
