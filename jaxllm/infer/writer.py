@@ -85,10 +85,10 @@ class Speed:
         for step, tokens in enumerate(stream):
             if step and (step - 1) % self.block == 0:
                 blocks.append((time.perf_counter(), self.tokens))
-            self.tokens -= sum(text.count for text in texts)
+            before = sum(text.count for text in texts)
             for text, token in zip(texts, tokens, strict=False):
                 text.add(int(token))
-            self.tokens += sum(text.count for text in texts)
+            self.tokens += sum(text.count for text in texts) - before
             if all(text.done for text in texts):
                 break
         end = time.perf_counter()

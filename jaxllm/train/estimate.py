@@ -159,10 +159,10 @@ def _kept_by_forward(
     shapes = {leaf.shape for leaf in jax.tree.leaves((working, frozen))}
     vocabulary = config.model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
-    kept: dict[Var, Any] = {v: v.aval for v in traced.outvars if isinstance(v, Var)}
+    kept = {v for v in traced.outvars if isinstance(v, Var)} - {*traced.invars}
     # Gradients, which have the parameters' shapes, do not count.
     held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1
-    arrays = [aval for v, aval in kept.items() if v not in traced.invars and held(aval)]
+    arrays = [v.aval for v in kept if held(v.aval)]
     size = lambda array: array.size * array.dtype.itemsize
     logits = sum(size(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(size, arrays)) - logits

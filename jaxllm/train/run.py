@@ -112,9 +112,11 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
     if config.model.init_from is not None and (config.model.adapters or not resume):
         command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(data := config.data)
-    column = f"data.text_column={data.text_column}"
-    if column != "data.text_column=text" and data.source not in ("jsonl", "parquet") and not resume:
-        raise InputError(f"{column} is not read with source={data.source}: omit it, or set text")
+    if data.text_column != "text" and data.source not in ("jsonl", "parquet") and not resume:
+        raise InputError(
+            f"data.text_column={data.text_column} is not read with source={data.source}: omit it,"
+            " or set text"
+        )
     for path in filter(None, (data.path, data.val_path)):
         for key, folder in (("out_dir ", out_dir), ("data.cache_dir=", data.cache_dir)):
             if folder and inside(folder, path) and data.source in ("text", "jsonl", "chat"):
