@@ -25,6 +25,11 @@ LOWERS = True  # tests/conftest.py: whether this is the first case of its test
 FLOOR = 2 * np.finfo(np.float32).eps  # two float32 roundings, relative to the largest true value
 
 
+# Copies take turns in so many places of the clocks.  With JAX's 5 a wait for a copy soon counts as
+# one for an older copy, too, whose buffer may then be overwritten too early.
+INTERPRETER = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=1000)
+
+
 @contextlib.contextmanager
 def kernels_run_here():
     """Interprets Mosaic kernels with race detection on a CPU; on a GPU they run natively."""
@@ -39,10 +44,7 @@ def kernels_run_here():
     # JAX chooses the interpreter while tracing, so nothing traced outside may be reused inside.
     jax.clear_caches()
     try:
-        # Copies take turns in so many places of the clocks.  With JAX's 5 a wait for a copy soon
-        # counts as a wait for an older one, too, whose buffer may then be overwritten too early.
-        params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=1000)
-        with plgpu.force_gpu_interpret_mode(params):
+        with plgpu.force_gpu_interpret_mode(INTERPRETER):
             yield
         races = interpreter.get_races()  # 0.12 raises at once; 0.11.2 only sets this flag
         assert races is None or not races.races_found, "the kernel has a race"

@@ -64,23 +64,27 @@ print(json.dumps(found))
 """
 
 
+def doc(name: str) -> str:
+    return (TESTS / f"{name}.py").read_text().split('"""')[1]
+
+
 def examples(name: str) -> list[list[str]]:
     """The words of the command lines in a script's docstring."""
-    text = (TESTS / f"{name}.py").read_text().split('"""')[1].replace("\\\n", "")
+    text = doc(name).replace("\\\n", "")
     lines = re.findall(rf"^    .*python tests/{name}\.py(.*)", text, re.MULTILINE)
     # Two spaces or a bracket end the words; what follows explains them.
     return [shlex.split(re.split(r"  +| \(", line)[0]) for line in lines]
+
+
+ON_GPUS = [(name, *x) for name in SCRIPTS if name not in EVERYWHERE for x in examples(name)]
 
 
 @pytest.fixture(scope="module")
 def said() -> dict:
     """{(script, words): (status, output, errors)}."""
     calls = [[name, words] for name in SCRIPTS for words in (["--help"], ["--nonsense"])]
-    calls += [
-        [name, words] for name in SCRIPTS if name not in EVERYWHERE for words in examples(name)
-    ]
     calls += [[name, ["nonsense", "4"]] for name in SCRIPTS]
-    calls += [[name, words] for name, *words in MISTAKES]
+    calls += [[name, words] for name, *words in (*ON_GPUS, *MISTAKES)]
     # Other tests, and --dry_run for GPUs, set JAX_PLATFORMS, with which two_gpu_kills rehearses.
     environment = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"}
     ran = subprocess.run(
@@ -90,10 +94,6 @@ def said() -> dict:
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     return {(name, *words): result for (name, words), result in zip(calls, found, strict=True)}
-
-
-def doc(name: str) -> str:
-    return (TESTS / f"{name}.py").read_text().split('"""')[1]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -121,11 +121,8 @@ def test_a_mistake_is_named(said, call):
 
 def test_the_examples_are_right_and_without_a_gpu_one_line(said):
     """A missing package of a peer comes first."""
-    calls = [
-        (name, *words) for name in SCRIPTS if name not in EVERYWHERE for words in examples(name)
-    ]
-    assert len(calls) > 20
-    ends = {call: said[call][::2] for call in calls}
+    assert len(ON_GPUS) > 20
+    ends = {call: said[call][::2] for call in ON_GPUS}
     right = re.compile("error: (no GPU|not installed: [a-z ]+; pip install [a-z ]+)\n")
     assert not {
         call: end for call, end in ends.items() if end[0] != 2 or not right.fullmatch(end[1])

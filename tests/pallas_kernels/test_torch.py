@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import kernel_checks
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad  # noqa: E402
@@ -115,7 +114,7 @@ def in_memory(address, aval):
 def interpreter(kernel, device):
     """The launch of a kernel: JAX interprets it, on the memory at the addresses."""
     eqn = equations[int(kernel.module)]
-    call = jax.jit(trace.call_of(eqn, interpret=plgpu.InterpretGPUParams(detect_races=True)))
+    call = jax.jit(trace.call_of(eqn, interpret=kernel_checks.INTERPRETER))
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
 
     def launch(pointers, count, stream):
