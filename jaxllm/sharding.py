@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxllm.config import Config, MeshConfig
 from jaxllm.errors import InputError
+from pallas_kernels.options import with_gradient
 
 P = PartitionSpec
 AXES = ("data", "fsdp", "context", "tensor")
@@ -258,12 +259,34 @@ def spec_of(variable: nnx.Variable) -> PartitionSpec:
 
 
 def _sharded(axes: tuple) -> tuple:
-    return tuple(SHARDS if axis == "fsdp" else axis for axis in axes)
+    each = lambda names: [SHARDS if name == "fsdp" else name for name in jax.tree.leaves(names)]
+    return tuple(tuple(jax.tree.leaves(each(names))) for names in axes)
 
 
 def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     """The NamedShardings of a state of parameters, in the same structure."""
     return nnx.map_state(lambda _, v: v.replace(NamedSharding(mesh, spec_of(v))), state)
+
+
+def in_order(params: nnx.State, x, trained: type[nnx.Variable]) -> tuple:
+    """(params, x), where x's gradient waits for those of the trained params, which are used later.
+
+    XLA would postpone the matmuls of these, to overlap them with their sums over the devices, and
+    keep what they read: all activations, whatever `model.remat` says.
+    """
+    if one_device():
+        return params, x
+    some, others = nnx.split_state(params, trained, ...)
+    some, x = _in_order(some, x)
+    return nnx.merge_state(some, others), x
+
+
+@partial(with_gradient, lambda *both: (both, None))
+def _in_order(_, gradients):
+    # Without the constraint, the sums before the barrier would be over whole parameters.
+    at = shardings(gradients[0], jax.sharding.get_abstract_mesh())
+    params = jax.lax.with_sharding_constraint(gradients[0], at)
+    return jax.lax.optimization_barrier((params, gradients[1]))
 
 
 def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -30,9 +30,10 @@ from pallas_kernels.single_row import Activation, pays
 from pallas_kernels.totals import summed
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
-# by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
-COLUMNS = ("fsdp", "tensor")
-ROWS = ("tensor", "fsdp")
+# by rows need a single sum over the tensor axis.  fsdp divides the rows of both, because XLA
+# transposes what it gathers along another axis than the first.
+COLUMNS = (None, "tensor")
+ROWS = ("tensor", None)
 Bias = Float[Array, " out"] | None
 
 
@@ -188,7 +189,7 @@ class Linear(Layer):
         out_features: int,
         *,
         name: str = "",
-        axes: tuple[str, str] = COLUMNS,
+        axes: tuple[str | None, str | None] = COLUMNS,
         std: float = 0.02,
         rows_std: float | None = None,
         bias: bool = False,
@@ -200,6 +201,7 @@ class Linear(Layer):
     ):
         """name: what `lora.targets` calls the matrix.
 
+        axes: mesh axes of the matrix as it is multiplied.
         rows_std: std of a layer sharded by rows, which writes to the residual stream; None: std.
         copied: training keeps a copy of the weight in the compute dtype.
         fp8: whether the matmul and its gradients take fp8 operands, where they can.
@@ -208,16 +210,17 @@ class Linear(Layer):
         """
         shape = (in_features, out_features)
         std = rows_std if rows_std is not None and axes == ROWS else std
-        weight = normal(rngs.params(), shape, std, axes)
-        self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
+        stored = (axes[0], "fsdp"), axes[1]
+        weight = normal(rngs.params(), shape, std, stored)
+        self.weight = nnx.Param(weight, axes=stored, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         zeros = jnp.zeros(out_features, jnp.float32)
         self.bias = nnx.Param(zeros, axes=bias_axes) if bias else None
-        self.gathered = tuple(a if a == "tensor" else None for a in axes)
-        self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8
+        self.axes, self.fp8 = axes, fp8
+        self.in_features, self.implementation = in_features, implementation
         adapts = lora is not None and lora.adapts(name)
-        self.adapter = Adapter(shape, self.gathered, lora, rngs=rngs) if adapts else None
+        self.adapter = Adapter(shape, self.axes, lora, rngs=rngs) if adapts else None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
@@ -256,7 +259,7 @@ class Linear(Layer):
         if isinstance(value, QuantizedWeight):
             return LowBits(value, self.implementation)
         array, total = array_and_total(value)
-        return (Float8 if self.fp8 else Dense)(array, self.gathered, self.implementation, total)
+        return (Float8 if self.fp8 else Dense)(array, self.axes, self.implementation, total)
 
     @property
     def joins(self) -> bool:

@@ -248,7 +248,7 @@ def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
     )
     assert spec_of(up.weight) == P(("fsdp", "context"), "tensor")
     assert spec_of(up.bias) == P("tensor")
-    assert spec_of(down.weight) == P("tensor", ("fsdp", "context"))
+    assert spec_of(down.weight) == P(("tensor", "fsdp", "context"), None)
     assert spec_of(down.bias) == P()
 
 
