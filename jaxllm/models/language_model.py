@@ -204,7 +204,7 @@ class LanguageModel(Layer):
         graphs, params = map(list, zip(*map(nnx.split, self.blocks), strict=True))
         for i, graph in enumerate(graphs):
             cache = None if caches is None else caches[i]
-            if i + 1 < len(graphs):
+            if remat != "none" and i + 1 < len(graphs):
                 params[i + 1], stream = in_order(params[i + 1], stream, trained)
             where = positions, segment_ids, cache
             stream, cache = run_block(graph, params[i], remat, stream, *where)
