@@ -73,15 +73,16 @@ def check(config: Config, mesh: Mesh | AbstractMesh) -> None:
     model, train = config.model, config.train
     heads = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
     for axes, name, width in (
-        (("tensor",), heads, getattr(model, heads)),
         (("tensor", "context"), heads, getattr(model, heads)),
-        (("fsdp", "context"), "d_model", model.d_model),
-        (("tensor",), "d_ff", model.ff_width),
+        (SHARDS, "d_model", model.d_model),
+        (("tensor", *SHARDS), "n_heads x d_head", model.n_heads * model.head_dim),
+        (("tensor", *SHARDS), "d_ff", model.ff_width),
         (("tensor",), "vocab_size, padded to a multiple of 128,", model.padded_vocab_size),
     ):
-        if width % prod(mesh.shape[axis] for axis in axes):
-            product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
-            other = "fsdp" if "tensor" in axes else "data"
+        used = {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
+        if width % prod(used.values()):
+            product = " x ".join(f"mesh.{axis}={size}" for axis, size in used.items())
+            other = "data" if "fsdp" in used else "fsdp"
             raise InputError(
                 f"{product} does not divide model.{name}={width}; lower it to a divisor and use"
                 f" mesh.{other} for the other devices"

@@ -19,7 +19,7 @@ MESHES = {
 
 def run(mesh, quantize, dropout=0.25, **options):
     lora = dict(rank=4, dropout=dropout)
-    options |= dict(quantize=quantize)
+    options |= dict(quantize=quantize, remat="block")
     trainer = trainer_of(lora, mesh=mesh or None, train=dict(grad_accum=2), **options)
     state, batch = state_of(trainer), trainer.put_batch(batch_of())
     step, losses = trainer.trace_train_step().lower().compile(), []

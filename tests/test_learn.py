@@ -354,7 +354,8 @@ def test_what_is_interpreted_needs_a_cpu(monkeypatch):
             command.main(words)
 
 
-def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path):
+def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     (taken := tmp_path / "taken").write_text("")
     with pytest.raises(SystemExit, match=r"--out .*taken: File exists: name a folder"):
         command.main(["layer_norm", "2", "--trace", "--out", str(taken)])
@@ -371,7 +372,8 @@ def test_a_kernel_that_waits_for_ever_is_given_up(tmp_path):
     assert "warpgroup 0 waits for bars, on which too little arrives" in done.stdout
 
 
-def test_the_command_lists_and_refuses(capsys, tmp_path):
+def test_the_command_lists_and_refuses(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("    Rung ") == len(RUNGS)
     (broken := tmp_path / "broken.py").write_text("def layer_norm(:\n")

@@ -204,8 +204,10 @@ class LanguageModel(Layer):
         graphs, params = map(list, zip(*map(nnx.split, self.blocks), strict=True))
         for i, graph in enumerate(graphs):
             cache = None if caches is None else caches[i]
-            if remat != "none" and i + 1 < len(graphs):
-                params[i + 1], stream = in_order(params[i + 1], stream, trained)
+            # A block later their sums overlap with this block; long sequences leave no room for it.
+            j = i + (axis_size("context") == 1)
+            if remat != "none" and j < len(graphs):
+                params[j], stream = in_order(params[j], stream, trained)
             where = positions, segment_ids, cache
             stream, cache = run_block(graph, params[i], remat, stream, *where)
             yield stream, cache

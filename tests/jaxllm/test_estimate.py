@@ -35,7 +35,7 @@ def test_the_estimated_memory_is_close_to_what_the_compiler_allocates(remat):
     given = state["parameters"] + state["moments"] + state["bf16 copies"]
     assert given == pytest.approx(allotted.argument_size_in_bytes, rel=0.01)
     temporary = state["gradients"] + sum(more.values())
-    assert 0.6 * allotted.temp_size_in_bytes < temporary < 1.8 * allotted.temp_size_in_bytes
+    assert 0.6 * allotted.temp_size_in_bytes < temporary < 2 * allotted.temp_size_in_bytes
 
 
 def test_rows_that_pad_the_vocabulary_are_no_parameters():

@@ -25,7 +25,7 @@ from jaxllm.layers import (
     VLSTMLayer,
 )
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, fan_out
+from jaxllm.layers.linear import COLUMNS, ROWS, fan_out
 from jaxllm.models import create
 from jaxllm.sharding import P, spec_of
 from pallas_kernels import RopeScaling
@@ -243,9 +243,7 @@ def test_fan_out_adds_gradients_with_the_newest_product_on_the_left():
 
 
 def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
-    up, down = (
-        Linear(8, 8, axes=a, bias=True, rngs=nnx.Rngs(0)) for a in (("fsdp", "tensor"), ROWS)
-    )
+    up, down = (Linear(8, 8, axes=a, bias=True, rngs=nnx.Rngs(0)) for a in (COLUMNS, ROWS))
     assert spec_of(up.weight) == P(("fsdp", "context"), "tensor")
     assert spec_of(up.bias) == P("tensor")
     assert spec_of(down.weight) == P(("tensor", "fsdp", "context"), None)

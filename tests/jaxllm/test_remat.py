@@ -10,10 +10,14 @@ from cases import slow
 from flax import nnx
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
+from tiny_models import tiny
 
-from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig
-from jaxllm.models import create
+from jaxllm.config import Config, GPT2Config, Llama3Config, VLSTMConfig
+from jaxllm.models import create, language_model
 from jaxllm.models.language_model import Stream, run_block
+from jaxllm.sharding import abstract_mesh
+from jaxllm.train.estimate import equations
+from jaxllm.train.step import Trainer
 from pallas_kernels.bench.traced import kernels_of
 
 CHOICES = ["dots", "mlp", "attention", "block"]
@@ -185,3 +189,34 @@ def test_recomputation_changes_no_gradient(kind):
             np.testing.assert_allclose(
                 found[path], g, rtol=0, atol=allowed, err_msg=f"{remat} {path}"
             )
+
+
+def barriers(remat: str, **mesh) -> int:
+    """How many arrays the barriers of a train step hold, on two devices."""
+    config = Config(
+        model=tiny("llama3", remat=remat, n_layers=3, n_kv_heads=2),
+        train=dict(steps=1, batch_size=8, seq_len=8),
+        optimizer=dict(learning_rate=1e-3),
+        mesh=mesh,
+    )
+    trainer = Trainer(config, abstract_mesh(config.mesh, 2))
+    loss = lambda params, batch: nnx.merge(trainer.graph, params).loss(**batch)
+    batch = dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+    with jax.sharding.use_abstract_mesh(trainer.mesh):
+        traced = jax.make_jaxpr(jax.grad(loss))(trainer.abstract_params, batch)
+    found = [e for e in equations(traced.jaxpr) if e.primitive.name == "optimization_barrier"]
+    return sum(len(e.invars) for e in found)
+
+
+@pytest.mark.parametrize(
+    ("remat", "mesh", "blocks"),
+    [("block", dict(data=2), 2), ("mlp", dict(fsdp=2), 2), ("block", dict(context=2), 3)],
+)
+def test_several_devices_keep_activations_of_few_blocks(remat, mesh, blocks, monkeypatch):
+    """Gradients end with their block, or one block later; XLA would postpone them all."""
+    ordered = barriers(remat, **mesh)
+    monkeypatch.setattr(
+        language_model, "in_order", lambda params, stream, trained: (params, stream)
+    )
+    arrays_of_a_block = 9 + 1  # and the gradient of the stream
+    assert ordered - barriers(remat, **mesh) == blocks * arrays_of_a_block

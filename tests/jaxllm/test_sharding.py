@@ -197,13 +197,22 @@ def test_more_tensor_devices_than_kv_heads_are_refused_with_the_fix():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "named"), [(4, "d_ff=66"), (3, "vocab_size, padded to a multiple of 128,=256")]
+    ("axes", "named"),
+    [
+        (dict(tensor=4), "mesh.tensor=4 does not divide model.d_ff=66"),
+        (dict(tensor=3), "mesh.tensor=3 does not divide model.vocab_size, padded to a multiple"),
+        (dict(fsdp=4), "mesh.fsdp=4 does not divide model.d_ff=66; .* use mesh.data for"),
+        (
+            dict(fsdp=16, tensor=2),
+            "mesh.tensor=2 x mesh.fsdp=16 does not divide model.n_heads x d_head=48",
+        ),
+    ],
 )
-def test_widths_that_the_tensor_axis_does_not_divide_are_refused(tensor, named):
+def test_widths_that_the_axes_do_not_divide_are_refused(axes, named):
     class Mesh:
-        shape = dict(data=1, fsdp=1, context=1, tensor=tensor)
+        shape = dict(data=1, fsdp=1, context=1, tensor=1) | axes
 
-    with pytest.raises(InputError, match=f"mesh.tensor={tensor} does not divide model.{named}"):
+    with pytest.raises(InputError, match=named):
         check(llama((12, 12), 48, 66), Mesh)
 
 
