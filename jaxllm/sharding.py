@@ -72,10 +72,11 @@ def check(config: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises InputError unless the axes divide heads, widths, batch and sequence."""
     model, train = config.model, config.train
     heads = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
+    head = getattr(model, "d_head", None) or model.d_model // model.n_heads
     for axes, name, width in (
         (("tensor", "context"), heads, getattr(model, heads)),
         (SHARDS, "d_model", model.d_model),
-        (("tensor", *SHARDS), "n_heads x d_head", model.n_heads * model.head_dim),
+        (("tensor", *SHARDS), "n_heads x d_head", model.n_heads * head),
         (("tensor", *SHARDS), "d_ff", model.ff_width),
         (("tensor",), "vocab_size, padded to a multiple of 128,", model.padded_vocab_size),
     ):

@@ -203,12 +203,11 @@ class LanguageModel(Layer):
         trained = nnx.Param if self.config.adapters is None else nnx.LoRAParam
         graphs, params = map(list, zip(*map(nnx.split, self.blocks), strict=True))
         for i, graph in enumerate(graphs):
-            cache = None if caches is None else caches[i]
             # A block later their sums overlap with this block; long sequences leave no room for it.
             j = i + (axis_size("context") == 1)
             if remat != "none" and j < len(graphs):
                 params[j], stream = in_order(params[j], stream, trained)
-            where = positions, segment_ids, cache
+            where = positions, segment_ids, None if caches is None else caches[i]
             stream, cache = run_block(graph, params[i], remat, stream, *where)
             yield stream, cache
 
