@@ -205,7 +205,7 @@ class LanguageModel(Layer):
         for i, graph in enumerate(graphs):
             # A block later their sums overlap with this block; long sequences leave no room for it.
             j = i + (axis_size("context") == 1)
-            if remat != "none" and j < len(graphs):
+            if remat != "none" and 0 < i and j < len(graphs):  # block 0 is the last one backward
                 params[j], stream = in_order(params[j], stream, trained)
             where = positions, segment_ids, None if caches is None else caches[i]
             stream, cache = run_block(graph, params[i], remat, stream, *where)
