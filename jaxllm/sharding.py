@@ -261,8 +261,8 @@ def spec_of(variable: nnx.Variable) -> PartitionSpec:
 
 
 def _sharded(axes: tuple) -> tuple:
-    each = lambda names: [SHARDS if name == "fsdp" else name for name in jax.tree.leaves(names)]
-    return tuple(tuple(jax.tree.leaves(each(names))) for names in axes)
+    names = jax.tree.map(lambda name: SHARDS if name == "fsdp" else name, axes)
+    return tuple(tuple(jax.tree.leaves(each)) for each in names)
 
 
 def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

@@ -30,7 +30,7 @@ def continued() -> dict:
 
     The runs are in bf16 and recompute most of a block.
     """
-    more = dict(kernels="xla", remat="mlp", n_layers=2)
+    more = dict(kernels="xla", remat="mlp", n_layers=3)
     trainers = {mesh: trainer("llama3", mesh, **more) for mesh in ("one", "split")}
     programs = {mesh: t.trace_train_step().lower().compile() for mesh, t in trainers.items()}
     step = lambda mesh, state, seed: jax.block_until_ready(
