@@ -7,6 +7,7 @@
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
     python tests/peers.py train vlstm_124m 32   the same with each of mlstm_kernels' cells, and ours
     python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
+    torchrun --nproc-per-node 2 tests/peers.py train llama3_1b 4   the same with FSDP2 on two GPUs
 
 It needs an NVIDIA GPU, and torch, torchao, tokamax, dew-flash-attn-cu13 (FlashAttention-3 for JAX),
 mlstm_kernels and gemlite for their rows; a missing peer's row says so.  JAX's calls take turns,
@@ -27,6 +28,8 @@ from scripts import Parser, needs_gpu, needs_packages, run
 from pallas_kernels.bench import cases, compiling, operands, timing
 from pallas_kernels.bench.report import text
 
+# Of torchrun, which starts a process for each GPU.
+RANK, RANKS = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
 OURS = ("pallas_kernels.torch", 0)
 EVERY = ("pallas_kernels.torch, every op", 0)
@@ -320,34 +323,34 @@ def train(
     batch: int,
     seq_len: int | None,
     fp8: str | None = None,
+    recompute: bool = False,
     device="cuda",
     steps=40,
 ) -> dict[str, float]:
-    """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step.
+    """tokens/s of PyTorch a GPU: autocast to bfloat16, fused AdamW, clip 1.0; the median step.
 
     Each loss is read a step late, as in train.py.
 
     `cell` is a vLSTM's, one of ROWS.  `fp8` is a recipe of torchao for the linear layers of the
-    blocks, such as "tensorwise".
+    blocks, such as "tensorwise".  `recompute`: see torch_models.sharded.
     """
     import torch
-    from torch_models import mlstm_cell, torch_model, torch_vlstm
+    from torch_models import mlstm_cell, sharded, torch_model, torch_vlstm
 
     from jaxllm.config import load
 
     config = load(name)
-    if not getattr(config.model, "tie_embeddings", True):
-        raise ValueError(f"{name} has no peer here: a Llama with a tied head has")
     torch.compiler.reset()
     gc.collect()  # the model of the row before
     if device == "cuda":
+        torch.cuda.set_device(RANK)
         torch.cuda.reset_peak_memory_stats()
     if cell:
         theirs = mlstm_cell(*cell) if cell in CELLS else None
-        model = torch_vlstm(config.model, theirs, every_op=cell == EVERY)
+        model = torch_vlstm(config.model, theirs, every_op=cell == EVERY).to(device)
     else:
-        model = torch_model(config.model)
-    model.to(device)
+        with torch.device(device):
+            model = torch_model(config.model)
     if fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -356,11 +359,16 @@ def train(
             module_filter_fn=lambda x, name: "blocks" in name and x.out_features % 16 == 0,
             config=Float8LinearConfig.from_recipe_name(fp8),
         )
+    if RANKS > 1:
+        torch.distributed.init_process_group()
+        torch.manual_seed(RANK)
+        model = sharded(model, recompute)
     o = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
     )
-    t, compiled = seq_len or config.train.seq_len, torch.compile(model)
+    t = seq_len or config.train.seq_len
+    compiled = model if RANKS > 1 else torch.compile(model)
     draw = lambda: torch.randint(0, config.model.vocab_size, (batch, t), device=device)
     tokens, labels, times, running = draw(), draw(), [], None
     for _ in range(steps):
@@ -391,19 +399,25 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="for attention: not causal")
     parser.add_argument("--window", type=int, help="for attention")
     parser.add_argument("--fp8", help="for train: torchao's recipe, tensorwise or rowwise")
+    parser.add_argument("--recompute", action="store_true", help="for train with torchrun")
     a = parser.parse_args()
     if a.what == "train":
         if a.config is None:
             parser.error("train needs a configuration, such as gpt2_124m")
+        if a.recompute and RANKS == 1:
+            parser.error("--recompute needs several GPUs: start this script with torchrun")
         from jaxllm.config import load
 
         needs_packages("torch", *["torchao"] * bool(a.fp8))
-        needs_gpu()
+        needs_gpu(RANKS)
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
             cells = {f"{row} {kind} {chunk or ''}": (kind, chunk) for kind, chunk in ROWS}
-        timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
-        rows(*timing.attempt(timed, cells or {row: None}))
+        options = {"seq_len": a.seq_len, "fp8": a.fp8, "recompute": a.recompute}
+        timed = functools.partial(train, name=a.config, batch=a.batch, **options)
+        results = timing.attempt(timed, cells or {row: None})
+        if RANK == 0:
+            rows(*results)
         return 0
     needs_gpu()
     if a.what == "attention":

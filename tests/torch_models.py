@@ -47,6 +47,8 @@ def torch_model(model: Any):
             self.wpe = nn.Embedding(model.max_seq_len, c) if gpt2 else None
             self.blocks = nn.ModuleList(Block() for _ in range(model.n_layers))
             self.norm = norm()
+            tied = gpt2 or model.tie_embeddings
+            self.head = None if tied else nn.Linear(c, model.padded_vocab_size, bias=False)
             if not gpt2:
                 frequency = model.rope_theta ** (-torch.arange(0, d, 2) / d)
                 angle = torch.outer(torch.arange(model.max_seq_len), frequency)
@@ -64,10 +66,31 @@ def torch_model(model: Any):
                 x = x + self.wpe.weight[:t]
             for block in self.blocks:
                 x = block(x, *angles)
-            logits = F.linear(self.norm(x), self.wte.weight)
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            head = self.wte if self.head is None else self.head
+            logits = F.linear(self.norm(x), head.weight)
+            return self.loss(logits.flatten(0, 1), labels.flatten())
+
+        def loss(self, logits, labels):
+            return F.cross_entropy(logits.float(), labels)
 
     return Model()
+
+
+def sharded(model: nn.Module, recompute: bool):
+    """The model on all GPUs of a torchrun: FSDP2, with blocks and loss compiled as in torchtitan.
+
+    recompute: the backward pass computes each block again.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    model.loss = torch.compile(model.loss)
+    for n, block in enumerate(model.blocks):
+        block = checkpoint_wrapper(block) if recompute else block
+        block.compile()
+        model.blocks[n] = fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def torch_vlstm(model: Any, cell: Any, every_op=False):
