@@ -209,14 +209,14 @@ def _filled(k, v, cache):
 def _to_float8(x, seen):
     """(x / scale as float8, scale (B, K)) of keys or values (B, T, K, D).
 
-    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: numbers of
-    later tokens, which are clipped there, may be 16 times as large.  A number keeps three bits
-    of its mantissa down to 1/1792 of the prompt's largest.
+    The scale makes the largest number of a prompt, or 1 if all are smaller, 28, a sixteenth of
+    float8's largest: numbers of later tokens, which are clipped there, may be 16 times as large.  A
+    number keeps three bits of its mantissa down to 1/1792 of that.  (The values of a text's first
+    token, to which a model attends if nothing else fits, may be a hundredth of all others.)
     """
     x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
     largest = jnp.max(jnp.abs(x), axis=(1, 3))
-    # 1 also where a twenty-eighth might be subnormal, which a GPU and a CPU may take for 0.
-    scale = jnp.where(largest > 2.0**-100, largest, 28) / 28
+    scale = jnp.maximum(largest, 1) / 28
     return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 
 

@@ -103,6 +103,17 @@ def test_a_float8_cache_changes_little(name):
     assert 0 < error < 2**-4  # of a number in float8 it is at most that
     tiny_keys = jnp.full((1, 3, 1, 2), 1e-37)  # a scale was subnormal, taken for 0, and keys NaN
     assert jnp.isfinite(_to_float8(tiny_keys, True)[0].astype(jnp.float32)).all()
+
+    def follow(float8):  # a prompt of one token with small keys and values
+        cache, outputs = Cache(jnp.ones(2, jnp.int32), 16, float8), []
+        for n in range(16):
+            part = x[:, n : n + 1] * (0.01 if n == 0 else 1)
+            y, cache = layer.with_cache(part, jnp.full((2, 1), n), cache)
+            cache, outputs = replace(cache, lengths=cache.lengths + 1), [*outputs, y]
+        return jnp.concatenate(outputs, 1)
+
+    y, exact = follow(True), follow(False)
+    assert float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2))) < 2**-4
     graph, params = nnx.split(model, nnx.Param)
     config = SampleConfig(tokens=TOKENS, temperature=0.0)
     tokens = list(decode.stream_tokens(graph, params, [[1, 2], [3]], config, float8_cache=True))
