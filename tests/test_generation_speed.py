@@ -4,6 +4,7 @@ import re
 
 import generation_speed
 import pytest
+from cases import slow
 from tiny_models import tiny
 
 from jaxllm import config as configs
@@ -12,7 +13,7 @@ from jaxllm.infer import decode
 PACKED = ["--quantize", "int4", "--group", "32"]
 
 
-@pytest.mark.parametrize("options", [[], PACKED, [*PACKED, "--head", "int8"]])
+@pytest.mark.parametrize("options", [[], slow(PACKED), [*PACKED, "--head", "int8"]])
 def test_it_times_our_generation(capsys, monkeypatch, options):
     run = configs.load("llama3_small")
     model = tiny("llama3", d_model=64, max_seq_len=64, compute_dtype="bfloat16")

@@ -12,6 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import pytest
+from cases import slow
 from training_runs import REPO
 
 import jaxllm
@@ -126,7 +127,7 @@ def test_a_misspelt_option_is_named_before_one_that_is_required(words, odd, caps
     ("setting", "message"),
     [
         ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),
-        ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device; unset it"),
+        slow({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device; unset it"),
         (
             {"JAX_DEFAULT_MATMUL_PRECISION": "x"},
             'Invalid value "x" for JAX flag jax_default_matmul_precision: set another value, or',

@@ -9,6 +9,7 @@ import loaded_models
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import slow
 from flax import nnx
 from huggingface_folders import ADAPTED, FIXTURES, adapters_for, fixture, folder_of, weights_of
 from lora_models import TARGETS
@@ -96,7 +97,7 @@ def test_ten_steps_are_those_of_peft(tmp_path):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
     weights = open_weights(peft_folder(tmp_path, "final"))
     options = FLOAT32 | dict(compute_dtype=dtype, residual_dtype=dtype, quantize=quantize)

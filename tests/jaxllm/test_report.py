@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
+from cases import slow
 from matplotlib.figure import Figure
 
 from jaxllm.train import report
@@ -204,7 +205,7 @@ def browser():
         yield opened
 
 
-@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize("runs", [slow(1), 2])
 def test_a_browser_shows_the_report_light_and_dark_wide_and_narrow(browser, tmp_path, runs):
     folders = [a_run(tmp_path / f"run_{i}", 200, slope=0.01 * (i + 1)) for i in range(runs)]
     report.write(folders, tmp_path / "x.html")

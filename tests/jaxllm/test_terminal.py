@@ -12,6 +12,7 @@ import termios
 import time
 
 import pytest
+from cases import slow
 from training_runs import REPO, command, losses
 
 from jaxllm import terminal
@@ -155,7 +156,7 @@ def shown(folder, columns, **env):
     return text.decode()
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 140])
+@pytest.mark.parametrize("columns", [40, slow(60), 80, slow(140)])
 def test_the_bar_keeps_step_and_time_and_leaves_no_trace(columns, tmp_path):
     text = shown(tmp_path / "x", columns, TERM="xterm")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
@@ -169,9 +170,9 @@ def test_the_bar_keeps_step_and_time_and_leaves_no_trace(columns, tmp_path):
     assert "step" not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", after.rpartition("\x1b[2K")[2])
 
 
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "dumb", "FORCE_COLOR": "1"}])
+@pytest.mark.parametrize("env", [slow({}), {"FORCE_COLOR": "1"}])
 def test_a_dumb_terminal_gets_a_line_every_few_seconds(env, tmp_path):
-    text = shown(tmp_path / "x", 80, **env)
+    text = shown(tmp_path / "x", 80, TERM="dumb", **env)
     lines = text.splitlines()
     assert 2 <= len(lines) <= 5
     assert lines[0].startswith("step 1/20000  loss 2.5000")

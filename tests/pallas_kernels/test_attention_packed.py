@@ -53,7 +53,7 @@ def test_it_matches_float64(shape, heads, theta, options):
     check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
 
 
-@pytest.mark.parametrize("t", [16, 20])  # in one array; split, as 20 is not a multiple of 8
+@pytest.mark.parametrize("t", [16, slow(20)])  # in one array; split, as 20 is not a multiple of 8
 def test_the_kernels_say_so_in_the_lowered_program(t):
     qkv = jnp.zeros((1, t, 4, 64), BF16)
     f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 
 from pallas_kernels import (
     Packed,
@@ -74,7 +75,11 @@ def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
         assert asked[0] == case.gpu, case.op  # an op may then call another
 
 
-SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
+SIZES = [
+    (case, sizes) if sizes is case.sizes[0] else slow(case, sizes)
+    for case in CASES
+    for sizes in case.sizes
+]
 
 
 @pytest.mark.parametrize(("case", "sizes"), SIZES, ids=lambda x: getattr(x, "op", None))

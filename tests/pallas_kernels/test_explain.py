@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from jax import lax
 
 from pallas_kernels import Packed, dispatch, gelu, layer_norm, rms_norm
@@ -69,7 +70,7 @@ def test_the_benchmark_counts_what_it_knows_and_xla_the_rest():
 
 
 @pytest.mark.parametrize("variant", ["window 1024", "documents"])
-@pytest.mark.parametrize("T", [200, 1024, 3000])
+@pytest.mark.parametrize("T", [200, slow(1024), slow(3000)])
 def test_attention_counts_the_pairs_that_a_short_text_has(variant, T, capsys):
     """A window longer than the text gave a negative count, longer documents too many pairs."""
     case = next(case for case in module.CASES if case.variant == variant)

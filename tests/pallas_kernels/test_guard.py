@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import kernel_checks
 import pytest
 import small_calls
+from cases import slow
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch, rms_norm
@@ -90,7 +91,13 @@ def test_a_derivative_that_no_kernel_computes_is_refused_in_our_words(derivative
 REVERSE_ONLY = "attention fp8_linear mlp_fp8 quantized_linear vlstm".split()
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "mlp", "linear_cross_entropy", *REVERSE_ONLY])
+OFTEN = "rms_norm", "mlp", "quantized_linear", "vlstm"  # the others take longest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OFTEN, *(slow(x) for x in ("linear_cross_entropy", *REVERSE_ONLY) if x not in OFTEN)],
+)
 def test_xla_has_a_hessian_and_mostly_a_jvp(name):
     op, shapes, integers, *dtype = small_calls.CASES[name]
     arrays = [kernel_checks.normal(i, s[1:], *dtype) for i, s in enumerate(shapes)]

@@ -29,7 +29,7 @@ def on_one(array, i, f, *weight):
     [
         (False, 72, False),
         slow(False, 77, False),
-        (True, 72, False),
+        slow(True, 72, False),
         slow(True, 76, False),
         (True, 77, True),  # the norm pads rows to multiples of 4
     ],
