@@ -61,8 +61,7 @@ class Embedding(Layer):
         wte, wpe, rows = summed(*array_and_total(self.wte.get_value()), adds), None, None
         tokens = ids.saturated("tokens", tokens)
         mosaic.check_axes("B T", tokens=tokens)
-        if positions is not None:
-            positions = ids.saturated("positions", positions)
+        positions = None if positions is None else ids.saturated("positions", positions)
         if self.wpe is not None:
             wpe = self.wpe[...]
             if tokens.shape[-1] > wpe.shape[0]:

@@ -287,14 +287,15 @@ def fused_linear(
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.held.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
-    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-    bias = _side_by_side(biases) if biases else None
+    bias, widths = None, [w.shape[1] for w in weights]
+    if any(layer.bias is not None for layer in layers):
+        of = lambda a, n: jnp.zeros(n, jnp.float32) if a.bias is None else a.bias[...]
+        bias = _side_by_side(list(map(of, layers, widths)))
     y = replace(held, array=weight, axes=(None, "tensor"), total=None).times(x, bias, dtype, norm)
     adapters = [layer.adapter for layer in layers]
     if not any(adapters):
         return y
     # Side by side, too: the rows of B that belong to a layer are zero in the others' columns.
-    widths = [w.shape[1] for w in weights]
     each = zip(adapters, widths, strict=True)
     wide = block_diag(*(a.wide(x.dtype) if a else jnp.zeros((0, n), x.dtype) for a, n in each))
     wide = _side_by_side(jnp.split(wide, np.cumsum(widths)[:-1], axis=1))

@@ -56,7 +56,9 @@ class _FeedForward(Layer):
 
     def _joins(self, x: Float[Array, "B T C"]) -> bool:
         """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
-        if not all(layer.joins for layer in (*self._wide(), self.down)):
+        layers = *self._wide(), self.down
+        biased = self.gate is not None and any(layer.bias is not None for layer in layers)
+        if biased or not all(layer.joins for layer in layers):
             return False
         held = self.up.held
         return held.casts_apart(x) if isinstance(held, Float8) else one_device()

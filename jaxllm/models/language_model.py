@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config import IGNORE, ModelConfig
-from jaxllm.layers import Embedding, Linear
+from jaxllm.layers import MLP, Embedding, Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
@@ -77,11 +77,10 @@ class Block(Layer):
             return Stream(None, None, self.mlp.of_row(x, self.norm_2)), cache
         where = (positions,) if self.mixer == "attention" else ()
         # Whether the next norms add the biases of `out` and `down`, as in GPT-2.
-        apart = self.mlp.down.joins and self.mlp.down.bias is not None
+        ends = mixer.out, self.mlp.down
+        apart = isinstance(self.mlp, MLP) and all(x.joins and x.bias is not None for x in ends)
         options = dict(add_bias=False) if apart else {}
-        out_bias, down_bias = (
-            layer.bias[...] if apart else None for layer in (mixer.out, self.mlp.down)
-        )
+        out_bias, down_bias = (layer.bias[...] if apart else None for layer in ends)
         y, residual = stream.normed(self.norm_1)
         if cache is None:
             branch = mixer(y, *where, segment_ids, norm=self.norm_1, **options)
@@ -195,8 +194,7 @@ class LanguageModel(Layer):
             raise ValueError("segment_ids do not go with caches: pass one text a row")
         # Here and in `loss`, because jit and shard_map would cut numpy's int64 to 32 bits.
         (segment_ids,) = ids.segments(segment_ids)
-        if positions is not None:
-            positions = ids.saturated("positions", positions)
+        positions = None if positions is None else ids.saturated("positions", positions)
         stream = Stream(None, None, embedded)
         # Generation has no backward pass, so nothing needs recomputation.
         remat = self.config.remat if caches is None else "none"

@@ -226,6 +226,34 @@ def test_linear_is_xw_plus_b_and_can_return_float32():
     close(gradient.bias[...], 2 * layer(x).astype(jnp.float32).sum(0))
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"), [(Attention, "qkv"), (VLSTMLayer, "qkvo"), (VLSTMLayer, "if")]
+)
+def test_a_missing_bias_is_zero(kind, names):
+    """Where some of the joint layers had biases, JAX refused shapes, or shared one number."""
+    rngs, x = nnx.Rngs(0), normal(0, 1, 3, 16)
+    layer = kind(16, 1, rngs=rngs)
+    for name in names:
+        setattr(layer, name, Linear(*getattr(layer, name).weight.shape, bias=True, rngs=rngs))
+    one, *others = (getattr(layer, name) for name in names)
+    one.bias[...] = normal(1, *one.bias.shape)
+    expected = layer(x)
+    for other in others:
+        other.bias = None
+    np.testing.assert_array_equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_a_gated_mlp_adds_the_bias_of_a_layer_that_was_put_in(name):
+    """It was ignored, or refused."""
+    rngs, x = nnx.Rngs(0), normal(0, 1, 3, 16)
+    layer = GatedMLP(16, 24, linear=WIDE, rngs=rngs)
+    biased = Linear(*getattr(layer, name).weight.shape, bias=True, rngs=rngs)
+    biased.bias[...] = normal(1, *biased.bias.shape)
+    setattr(layer, name, biased)
+    close(layer(x), layer.down(jax.nn.silu(layer.gate(x)) * layer.up(x)))
+
+
 def test_fan_out_adds_gradients_with_the_newest_product_on_the_left():
     x, weights = normal(0, 8, 4), [normal(i, 4, 4) for i in (1, 2, 3)]
 

@@ -13,7 +13,10 @@ from tiny_models import NEEDED, tiny
 
 from jaxllm.config import MODEL_CONFIGS, load
 from jaxllm.infer import decode
+from jaxllm.layers import MLP
 from jaxllm.models import MODELS, create, flops_per_token
+from jaxllm.models.llama3 import Llama3
+from jaxllm.models.vlstm import VLSTM
 from jaxllm.weights.places import named_params
 
 all_models = pytest.mark.parametrize("kind", MODELS)
@@ -259,6 +262,21 @@ def plain_logits(model, tokens):
         x = x + attend(block.attention, block.norm_1(x))
         x = x + block.mlp(block.norm_2(x))
     return model.logits(model.norm(x))[..., : config.vocab_size]
+
+
+@pytest.mark.parametrize("base", [Llama3, VLSTM])
+def test_a_block_may_have_a_bias_in_one_of_its_halves(base):
+    """Only blocks whose mixer had one, too, could have GPT-2's MLP: the others raised TypeError."""
+    kind = type("Mixed", (base,), {"mlps": MLP})
+    model = kind(tiny(base.__name__.lower()), rngs=nnx.Rngs(0))
+    tokens = tokens_of(model.config)
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        block.mlp.down.bias[...] = jnp.arange(32.0)
+        x += getattr(block, block.mixer)(block.norm_1(x))
+        x += block.mlp(block.norm_2(x))
+    expected = model.logits(model.norm(x))
+    np.testing.assert_allclose(model(tokens), expected, atol=1e-5 * abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", [slow("gpt2"), "llama3"])
