@@ -1,7 +1,6 @@
 """Writes a page about one run, or about several in the same charts: jaxllm report DIR [DIR ...]
 
-The page is one HTML file without links: it can be sent, and opened without a network.  Also prints
-the summary at the end of a run.
+The page is one HTML file without links: it can be sent, and opened without a network.
 """
 
 import contextlib
