@@ -195,9 +195,8 @@ def shard_map_why_not() -> str | None:
         return None
     # axis_index has such a type only where shard_map checks them.
     checked = jax.eval_shape(lambda: lax.axis_index(axes)).manual_axis_type is not None
-    if not checked:
-        return None
-    return "the shard_map around it checks varying types: pass check_vma=False"
+    why = "the shard_map around it checks varying types: pass check_vma=False"
+    return why if checked else None
 
 
 def device_lacks(gpu: Gpu) -> str | None:

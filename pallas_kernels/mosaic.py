@@ -352,7 +352,5 @@ def empty(**arrays) -> str | None:
 
 def not_a_multiple(n: int, **sizes: int) -> str | None:
     """Which size is 0 or not a multiple of n, or None."""
-    for name, size in sizes.items():
-        if size == 0 or size % n:
-            return f"{name}={size} is not a positive multiple of {n}"
-    return None
+    wrong = (f"{name}={size}" for name, size in sizes.items() if size == 0 or size % n)
+    return next((f"{size} is not a positive multiple of {n}" for size in wrong), None)

@@ -102,15 +102,16 @@ def linear_cross_entropy(
         if reduction == "mean":
             raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
-    if fp8 and (reason := mosaic.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
-        why = f"{x.dtype}, not fp8: {reason}"
-        dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
-        fp8 = False
+    reason = mosaic.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1]) if fp8 else None
+    fp8 = fp8 and reason is None
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index, softcap=softcap, fp8=fp8)
     options |= dict(transposed=transposed, vocab_axis=vocab_axis, chunk=chunk)
     options |= dict(reduction=reduction, scale=scale, total=total)
-    forms = FP8 if fp8 else FORMS
-    return dispatch.run("linear_cross_entropy", forms, implementation, x, weight, labels, **options)
+    call = "linear_cross_entropy", FP8 if fp8 else FORMS, implementation, x, weight, labels
+    if reason:
+        decision, why = dispatch.choose(*call, **options)[1], f"{x.dtype}, not fp8: {reason}"
+        dispatch.record(decision._replace(kind="unsupported", why=why))
+    return dispatch.run(*call, **options)
 
 
 def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):

@@ -117,6 +117,8 @@ def test_fp8_says_where_it_cannot_be():
     y = linear_cross_entropy(x, weight, labels, fp8=True)
     np.testing.assert_array_equal(y, linear_cross_entropy(x, weight, labels))
     assert "float32, not fp8: tokens=8 is not a positive multiple of 64" in dispatch.explain()
+    if not ON_GPU:  # explain() named a kernel, which never ran
+        assert {decision.runs for decision in dispatch.decisions()} == {"xla"}
 
 
 @pytest.mark.parametrize("dtype", [slow(jnp.bfloat16), jnp.float16])

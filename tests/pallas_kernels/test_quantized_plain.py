@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, normal
 
-from pallas_kernels import quantize, quantized_linear
+from pallas_kernels import dispatch, quantize, quantized_linear
 from pallas_kernels.quantized.formats import PlainWeight, dequantize
 from pallas_kernels.quantized.op import quantize_rows
 
@@ -104,6 +104,12 @@ def test_other_weights_have_no_plain_form(options):
     weight = quantize(normal(1, (320, 64)), **options)
     with pytest.raises(ValueError, match=r"has no plain form: quantize with bits=8, group=None"):
         weight.plain()
+
+
+def test_explain_says_nobody_asked_for_xla():
+    dispatch.reset()
+    quantized_linear(normal(0, (2, 320)), packed("int").plain())
+    assert [d.kind for d in dispatch.decisions()] == ["fits"]
 
 
 def test_what_a_plain_weight_refuses():
