@@ -70,10 +70,11 @@ def decode_attention(
     """
     lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window)
+    if theta is None and scaling is not None:
+        raise ValueError(f"scaling={scaling} needs theta, whose frequencies it scales")
     if theta is not None and (new is None or q.shape[3] % 2):
-        raise ValueError(
-            f"theta={theta} needs new=, the key that RoPE turns, and an even D, not {q.shape[3]}"
-        )
+        need = "new=, the key that RoPE turns" if new is None else f"an even D, not {q.shape[3]}"
+        raise ValueError(f"theta={theta} needs {need}")
     if window is not None and window >= k.shape[1]:
         window = None  # the window holds every key
     arrays = q, k, v, lengths, new, k_scale, v_scale
@@ -91,8 +92,7 @@ def _decode(
     if theta is not None and alone:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
     elif theta is not None:
-        places = (lengths - 1)[:, None]
-        q, key = rope_reference(q, new[0], places, theta=theta, scaling=scaling)
+        q, key = rope_reference(q, new[0], lengths[:, None] - 1, theta=theta, scaling=scaling)
         new = key, new[1]
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype

@@ -147,8 +147,7 @@ class QuantizedWeight:
             raise ValueError(
                 f"the packed {k} x {n} weight is damaged: its checksum is {actual}, not {checksum}"
             )
-        words, scales, *rest = (jnp.asarray(a) for a in found.values())
-        offsets = rest[0] if rest else None
+        words, scales, offsets = (*map(jnp.asarray, found.values()), None)[:3]
         weight = cls(words, scales, offsets, (k, n), bits, group or None, formats[kind])
         weight.check()
         return weight
@@ -243,7 +242,9 @@ def _check_format(shape, bits, group, symmetric, format) -> None:
     if not symmetric and format != "int":
         raise ValueError(f"format {format} has no offsets: pass symmetric=True")
     (k, n), multiple = shape, group or (4 if format == "2:4" else 1)
-    if k % multiple or not k or not n:
+    if not k or not n:
+        raise ValueError(f"K={k}, N={n}: the weight has no elements")
+    if k % multiple:
         what = "group" if group else "four weights of 2:4"
         raise ValueError(f"K={k}, N={n}: K is not a multiple of the {what}, {multiple}")
 

@@ -294,6 +294,7 @@ def test_rows_of_a_batch_are_always_split():
             "q has T=3 positions: a call with new= needs 1",
         ),
         (dict(theta=1e4), "theta=10000.0 needs new=, the key that RoPE turns"),
+        (dict(scaling=RopeScaling()), ") needs theta, whose frequencies it scales"),
         (dict(window=0), "window=0 needs at least 1 key"),
         (dict(softcap=-1.0), "softcap=-1.0 must be positive"),
     ],

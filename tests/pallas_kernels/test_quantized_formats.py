@@ -174,6 +174,7 @@ def test_a_damaged_weight_is_refused_in_one_line(message):
     [
         ((100, 64), {}, "K=100, N=64: K is not a multiple of the group, 128"),
         ((130, 64), dict(format="2:4", group=None), "not a multiple of the four weights of 2:4, 4"),
+        ((128, 0), {}, "K=128, N=0: the weight has no elements"),
         ((128, 64), dict(bits=3), "bits=3 is not 8 or 4 or 2 or 1, the width of format int"),
         ((128, 64), dict(format="fp8"), "bits=4 is not 8, the width of format fp8"),
         ((128, 64), dict(group=16), "group=16 is not one of (32, 64, 128, None)"),
