@@ -68,7 +68,7 @@ def swiglu(
 ) -> Float[Array, "*shape"]:
     """silu(gate) up (Shazeer 2020); computed in float32, returned in the inputs' dtype.
 
-    Inputs of different dtypes run on XLA, and the result has the wider one.
+    Inputs of different dtypes run on XLA, and the result has the dtype to which JAX promotes them.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape} but up has {up.shape}; they must be equal")
