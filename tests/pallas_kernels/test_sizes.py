@@ -149,5 +149,5 @@ def test_a_size_without_a_result_is_refused(call, message):
 
 def test_rope_in_decode_attention_needs_pairs():
     q, kv = jnp.ones((1, 1, 2, 1), BF16), jnp.ones((1, 8, 1, 1), BF16)
-    with pytest.raises(ValueError, match="and an even D, not 1"):
+    with pytest.raises(ValueError, match="needs an even D, not 1"):
         decode(q, kv, new=(kv[:, :1],) * 2, theta=1e4)
