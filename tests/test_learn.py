@@ -361,6 +361,7 @@ def test_a_file_in_place_of_a_folder_for_pictures_is_refused(tmp_path, monkeypat
         command.main(["layer_norm", "2", "--trace", "--out", str(taken)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
 def test_a_kernel_that_waits_for_ever_is_given_up(tmp_path):
     source = (ladders.HERE / "layer_norm" / "rung5_ring.py").read_text(encoding="utf-8")

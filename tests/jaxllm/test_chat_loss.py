@@ -102,6 +102,7 @@ def test_the_loss_is_the_mean_over_all_tokens_with_loss(config, tmp_path):
     params = large(whole.init().params)
     graph = whole.graph
 
+    @jax.jit
     def mean(params, batch):
         with_loss = (batch["labels"] != IGNORE).sum()
         return nnx.merge(graph, params).loss(**batch) / with_loss

@@ -24,7 +24,7 @@ from jaxllm.train.metrics import RunLog, draw_loss
 pytestmark = pytest.mark.usefixtures("same_environment", "own_programs")
 
 KILLS = int(os.environ.get("KILLS", 1))
-STEPS = 24
+STEPS = 16
 
 
 @pytest.mark.timeout(600 + 20 * KILLS)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import normal
 
 import pallas_kernels as ops
@@ -73,8 +74,8 @@ def test_gradients_of_a_swiglu_of_large_products(gate):
     [
         dict(bits=8),
         dict(bits=4, symmetric=False),
-        dict(bits=2),
-        dict(bits=1),
+        slow(dict(bits=2)),
+        slow(dict(bits=1)),
         dict(bits=4, format="2:4"),
     ],
 )

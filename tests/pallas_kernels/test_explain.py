@@ -267,6 +267,7 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
 
 
 @on_cpu
+@pytest.mark.slow  # a command in a process of its own
 def test_the_command_ends_quietly_if_its_reader_has_exited():
     code = "from pallas_kernels import explain; explain.main(['rms_norm', 'N=64'])"
     read, write = os.pipe()

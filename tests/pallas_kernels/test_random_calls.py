@@ -25,7 +25,7 @@ import pallas_kernels
 from pallas_kernels import Packed, RopeScaling  # noqa: F401 (for eval)
 
 SMALL = 60_000  # elements of a call that an interpreter runs in about two seconds
-SECONDS = 15  # of the processor, so that busy neighbors leave out no call
+SECONDS = 10  # of the processor, so that busy neighbors leave out no call
 
 
 def small_call(seed: int, place: int) -> Call:
