@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from cases import slow
 from flax import nnx
 from kernel_checks import names_in
 from tiny_models import tiny
@@ -92,7 +93,7 @@ def test_a_mesh_of_other_axes_is_refused_in_one_line():
             layer(jnp.ones((2, 3, 8)))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), "vlstm"])
 def test_models_run_without_jit_where_implicit_transfers_are_forbidden(kind):
     """JAX refused the numbers of a cap of gates, and the loss's scale."""
     model, tokens = create(tiny(kind)), jnp.arange(12).reshape(2, 6)

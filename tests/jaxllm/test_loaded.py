@@ -112,7 +112,7 @@ def test_texts_and_options_that_do_not_fit_are_one_line(tmp_path):
         loaded.score("ab")
 
 
-@pytest.mark.parametrize("name", ["llama3", "xlstm"])
+@pytest.mark.parametrize("name", ["llama3", slow("xlstm")])
 def test_scores_of_other_lengths_compile_nothing(tmp_path, name, caplog):
     theirs = folder_of(tmp_path / "theirs", name)
     shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")

@@ -336,7 +336,7 @@ def test_ids_of_any_integer_dtype(kind):
     assert model.loss(**(inputs | dict(segment_ids=far))) == expected
 
 
-@all_models
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_parameters_and_results_have_their_dtypes_under_stricter_settings(kind):
     """Under jax_enable_x64 all parameters were float64; adding a bias promoted ranks."""
     config, tokens = tiny(kind), np.zeros((2, 8), np.int64)

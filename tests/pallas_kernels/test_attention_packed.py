@@ -62,7 +62,7 @@ def test_the_kernels_say_so_in_the_lowered_program(t):
     assert ("stablehlo.slice" in text) == (t == 20)
 
 
-@pytest.mark.parametrize("lacks", [None, "no GPU"])
+@pytest.mark.parametrize("lacks", [None, slow("no GPU")])
 def test_what_is_decided_is_what_runs(monkeypatch, lacks):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
     dispatch.reset()

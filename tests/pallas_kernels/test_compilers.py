@@ -69,7 +69,7 @@ VLSTM = (
         ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
         ("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
-        ("vlstm:1:1", "sm_90", 0, VLSTM),  # 256, 512
+        slow("vlstm:1:1", "sm_90", 0, VLSTM),  # 256, 512
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
         slow("vlstm:2:0", "sm_80", 0, VLSTM),
         slow("vlstm:0:0", "sm_90", 0, VLSTM),

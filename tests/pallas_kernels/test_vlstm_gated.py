@@ -184,6 +184,7 @@ def test_what_the_kernels_do_not_support_is_an_error(message, dtype, options):
         )
 
 
+@pytest.mark.slow  # test_attention_packed.py has another
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     arrays = inputs(1, 64, 1, 64, 64)
     assert set(KERNELS) <= traced_names(arrays, jax.checkpoint, implementation="mosaic")

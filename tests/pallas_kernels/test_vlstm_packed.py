@@ -121,6 +121,7 @@ def test_what_the_kernels_do_not_support_is_an_error():
         on_one(jnp.zeros((1, 8, 192)), *[jnp.zeros((1, 8, 1))] * 2, 64, implementation="mosaic")
 
 
+@pytest.mark.slow  # test_attention_packed.py has another
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     arrays = inputs(1, 64, 1, 64, 64)
     op = jax.checkpoint(lambda *a: on_one(*a, dqk=64, implementation="mosaic").sum())
