@@ -20,6 +20,12 @@ def slow_interpreted(*values):
     return pytest.param(*values) if shutil.which("nvidia-smi") else slow(*values)
 
 
+def once_an_op(cases) -> list:
+    """Cases of the benchmark: all but the first of each op are slow."""
+    first = {case.op: case for case in reversed(cases)}
+    return [case if case is first[case.op] else slow(case) for case in cases]
+
+
 # Of a test in which saves fail: Orbax's thread also prints its failure on standard error, and
 # abandons its coroutines.
 failing_saves = pytest.mark.filterwarnings(

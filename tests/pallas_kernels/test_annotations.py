@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from beartype import beartype
-from cases import slow
+from cases import once_an_op
 from jaxtyping import TypeCheckError, jaxtyped
 
 import pallas_kernels
@@ -16,14 +16,7 @@ def call(case, inputs):
     op(**case.arguments(inputs), **case.options, implementation="xla")
 
 
-FIRST = {case.op: case for case in reversed(CASES)}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case if case is FIRST[case.op] else slow(case) for case in CASES],
-    ids=lambda c: c.op + c.variant,
-)
+@pytest.mark.parametrize("case", once_an_op(CASES), ids=lambda c: c.op + c.variant)
 def test_ops_keep_what_their_annotations_promise(case):
     call(case, arrays(case, small(case, case.sizes[0])))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
-from cases import slow
+from cases import once_an_op
 from kernel_checks import NO_KERNEL, ON_GPU, ON_XLA, kernels_run_here
 
 import pallas_kernels
@@ -44,11 +44,7 @@ def measured(case, tops):
         return run.measure(case, SIZES, tops, {})
 
 
-@pytest.mark.parametrize(
-    "case",
-    [slow(case) if case.variant else case for case in CASES],
-    ids=lambda case: f"{case.op}-{case.variant}",
-)
+@pytest.mark.parametrize("case", once_an_op(CASES), ids=lambda case: f"{case.op}-{case.variant}")
 def test_every_case_fits_its_op(case):
     for sizes in case.sizes:
         floating = sum(a.dtype != "int32" for a in case.arrays.values())
