@@ -78,7 +78,8 @@ class Block(Layer):
         where = (positions,) if self.mixer == "attention" else ()
         # Whether the next norms add the biases of `out` and `down`, as in GPT-2.
         ends = mixer.out, self.mlp.down
-        apart = isinstance(self.mlp, MLP) and all(x.joins and x.bias is not None for x in ends)
+        leaves = self.mixer == "attention" and isinstance(self.mlp, MLP)  # these take add_bias
+        apart = leaves and all(x.joins and x.bias is not None for x in ends)
         options = dict(add_bias=False) if apart else {}
         out_bias, down_bias = (layer.bias[...] if apart else None for layer in ends)
         y, residual = stream.normed(self.norm_1)

@@ -13,7 +13,7 @@ from tiny_models import NEEDED, tiny
 
 from jaxllm.config import MODEL_CONFIGS, load
 from jaxllm.infer import decode
-from jaxllm.layers import MLP
+from jaxllm.layers import MLP, Linear
 from jaxllm.models import MODELS, create, flops_per_token
 from jaxllm.models.llama3 import Llama3
 from jaxllm.models.vlstm import VLSTM
@@ -271,6 +271,9 @@ def test_a_block_may_have_a_bias_in_one_of_its_halves(base):
     model = kind(tiny(base.__name__.lower()), rngs=nnx.Rngs(0))
     tokens = tokens_of(model.config)
     x = model.embedding(tokens)
+    mixer = getattr(model.blocks[-1], model.blocks[-1].mixer)
+    mixer.out = Linear(*mixer.out.weight.shape, bias=True, rngs=nnx.Rngs(1))  # one has both
+    mixer.out.bias[...] = 1 - jnp.arange(32.0)
     for block in model.blocks:
         block.mlp.down.bias[...] = jnp.arange(32.0)
         x += getattr(block, block.mixer)(block.norm_1(x))
