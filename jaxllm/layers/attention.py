@@ -211,8 +211,7 @@ def _to_float8(x, seen):
 
     The scale makes the largest number of a prompt, or 1 if all are smaller, 28, a sixteenth of
     float8's largest: numbers of later tokens, which are clipped there, may be 16 times as large.  A
-    number keeps three bits of its mantissa down to 1/1792 of that.  (The values of a text's first
-    token, to which a model attends if nothing else fits, may be a hundredth of all others.)
+    number keeps three bits of its mantissa down to 1/1792 of that.  (A first token's may be tiny.)
     """
     x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
     largest = jnp.max(jnp.abs(x), axis=(1, 3))

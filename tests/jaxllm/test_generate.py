@@ -92,6 +92,9 @@ def test_a_float8_cache_changes_little(name):
     last = x[jnp.arange(2), lengths][:, None]
     x = jnp.where(jnp.arange(40)[:, None] < lengths[:, None, None], x[:, :40], 1e6)  # unread
 
+    def error_of(y, exact):
+        return float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2)))
+
     def run(float8):
         _, cache = layer.with_cache(x, jnp.arange(40), Cache(lengths, 48, float8))
         after = replace(cache, lengths=lengths + 1)
@@ -99,8 +102,7 @@ def test_a_float8_cache_changes_little(name):
 
     (exact, _), (y, cache) = run(False), run(True)
     assert [a.dtype for a in cache.arrays] == ["float8_e4m3fn"] * 2 + ["float32"] * 2
-    error = float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2)))
-    assert 0 < error < 2**-4  # of a number in float8 it is at most that
+    assert 0 < error_of(y, exact) < 2**-4  # of a number in float8 it is at most that
     tiny_keys = jnp.full((1, 3, 1, 2), 1e-37)  # a scale was subnormal, taken for 0, and keys NaN
     assert jnp.isfinite(_to_float8(tiny_keys, True)[0].astype(jnp.float32)).all()
 
@@ -112,8 +114,7 @@ def test_a_float8_cache_changes_little(name):
             cache, outputs = replace(cache, lengths=cache.lengths + 1), [*outputs, y]
         return jnp.concatenate(outputs, 1)
 
-    y, exact = follow(True), follow(False)
-    assert float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2))) < 2**-4
+    assert error_of(follow(True), follow(False)) < 2**-4
     graph, params = nnx.split(model, nnx.Param)
     config = SampleConfig(tokens=TOKENS, temperature=0.0)
     tokens = list(decode.stream_tokens(graph, params, [[1, 2], [3]], config, float8_cache=True))
