@@ -363,18 +363,19 @@ def train(
         torch.distributed.init_process_group()
         torch.manual_seed(RANK)
         model = sharded(model, recompute)
+    else:
+        model = torch.compile(model)
     o = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
     )
     t = seq_len or config.train.seq_len
-    compiled = model if RANKS > 1 else torch.compile(model)
     draw = lambda: torch.randint(0, config.model.vocab_size, (batch, t), device=device)
     tokens, labels, times, running = draw(), draw(), [], None
     for _ in range(steps):
         start = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
-            loss = compiled(tokens, labels)
+            loss = model(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm or math.inf)
         optimizer.step()
