@@ -117,13 +117,6 @@ def store(ref, value) -> None:
         ref[...] = value
 
 
-def store_tile(value, buffer, target) -> None:
-    """Starts to copy registers, in the buffer's dtype, through shared memory to `target`."""
-    buffer[...] = value.astype(buffer.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target)
-
-
 def zeros(shape, layout) -> jax.Array:
     """float32 zeros with a layout, as a loop carry needs."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
@@ -132,11 +125,8 @@ def zeros(shape, layout) -> jax.Array:
 def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """Zero-pads one axis up to a multiple; returns x itself if nothing is missing."""
     extra = -x.shape[axis] % multiple
-    if not extra:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, extra)
-    return jnp.pad(x, widths)
+    widths = [(0, extra if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, widths) if extra else x
 
 
 def place(*axes) -> jax.sharding.NamedSharding | None:

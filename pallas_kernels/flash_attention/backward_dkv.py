@@ -103,8 +103,8 @@ def operands(w: Worker) -> tuple[Operand, Operand]:
     q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
     lse, delta = (inputs.minus_lse, smem.minus_lse), (inputs.minus_delta, smem.minus_delta)
     return (
-        Operand(q, inputs.q, 0, smem.q, 0, ahead(s), (inputs.q_ids, smem.q_ids), lse),
-        Operand(do, inputs.do, 0, smem.do, 1, ahead(s), stats=delta),
+        Operand(q, inputs.q, 0, w.tma.q, 0, ahead(s), (inputs.q_ids, smem.q_ids), lse),
+        Operand(do, inputs.do, 0, w.tma.do, 1, ahead(s), stats=delta),
     )
 
 
@@ -117,8 +117,8 @@ def load_kv(w: Worker, item, side=0):
     rows, at = pl.ds(key0 + steps.set_of(w) * ROWS, ROWS), side * s.sets + steps.set_of(w)
     k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
     v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
-    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
-    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
+    plgpu.copy_gmem_to_smem(k, w.tma.k.at[at], smem.k_bars.at[at])
+    plgpu.copy_gmem_to_smem(v, w.tma.v.at[at], smem.v_bars.at[at])
     if s.segmented:
         ids = w.inputs.k_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
@@ -242,14 +242,13 @@ def wait_for_k(w: Worker, i: Item):
 
 def store(w: Worker, i: Item, name: str, x):
     """Scales dk, and stores it or dv."""
-    s, smem, at = w.schedule, w.smem, steps.set_of(w)
+    s, at = w.schedule, steps.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
-    buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
+    buffer = name if s.persistent else dict(dk="v", dv="k")[name]
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
     plgpu.commit_smem()  # all warps have read what was there
-    buffer = buffers[name].at[at]
-    schedule.store_rows(x, buffer, refs[name], i.batch, i.row, first + i.head)
+    schedule.store_rows(w, buffer, at, x, refs[name], i.batch, i.row, first + i.head)
 
 
 # ---- each warpgroup has 64 keys: D up to 128 -----------------------------------------------------

@@ -82,18 +82,18 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ids = w.inputs.k_ids, smem.ids
-    return Operand(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, 0, ahead(s), ids)
+    return Operand(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, w.tma.kv, 0, ahead(s), ids)
 
 
 def values_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
-    buffers = smem.kv.at[pl.ds(s.stages, ahead(s))]
+    buffers = w.tma.kv.at[pl.ds(s.stages, ahead(s))]
     return Operand(Ring(ahead(s), smem.v_full), w.inputs.v, s.v_first, buffers, 1, ahead(s))
 
 
-def buffer_of_o(w: Worker):
+def buffer_of_o(w: Worker, smem):
     """Without its own buffer, O comes through slots of K and V that are not in use yet."""
-    s, smem = w.schedule, w.smem
+    s = w.schedule
     return smem.o.at[w.wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (w.wg + 1)]
 
 
@@ -109,11 +109,11 @@ class Rows(NamedTuple):
 
 
 def load_rows(w: Worker, item, side=0):
-    s, inputs, smem = w.schedule, w.inputs, w.smem
+    s, inputs, smem, tma = w.schedule, w.inputs, w.smem, w.tma
     row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
-    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, buffer_of_o(w))
+    buffers = (inputs.q, tma.q.at[at]), (inputs.do, tma.do.at[at]), (inputs.o, buffer_of_o(w, tma))
     for ref, buffer in buffers:
         plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
@@ -211,7 +211,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     lse2 = lax.optimization_barrier(lse * LOG2E)
     minus_lse = lse * (-1 / s.scale) if s.softcap is None else -lse2
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.segmented else None
-    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w)))
+    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w, smem)))
     minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
@@ -256,7 +256,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     def add_dq(s_acc, dp_acc):
         # Issue S = Q K^T and dP = dO V^T.
         here = steps.unsettled(i, s, n)
-        v = values.smem.at[jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
+        v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
         if not waits_after_p(s):
             plgpu.barrier_wait(smem.k_full.at[slot])
         across(s_acc, smem.q.at[here], smem.kv.at[slot])
@@ -296,10 +296,10 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
 
 def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
-    smem = w.smem.dq if w.schedule.persistent else w.smem.do
+    name = "dq" if w.schedule.persistent else "do"
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
     dq = dq * w.schedule.scale
-    schedule.store_rows(dq, smem.at[w.wg], w.results[0], i.batch, i.row, i.head)
+    schedule.store_rows(w, name, w.wg, dq, w.results[0], i.batch, i.row, i.head)
 
 
 def differentiate(w: Worker, i: Item):

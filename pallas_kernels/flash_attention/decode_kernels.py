@@ -260,7 +260,9 @@ def _body(b: DecodeBlock, o_ref, lse_ref):
         plgpu.commit_smem()
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
     o, lse = masks.finish(o, m, l, blind=True)
-    mosaic.store_tile(o, o_smem.at[0], o_ref.at[b.batch, b.split, b.head, rows])
+    o_smem[0] = o.astype(o_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem.at[0], o_ref.at[b.batch, b.split, b.head, rows])
     if lse_ref is not None:
         mosaic.store(lse_ref.at[b.batch, b.split, b.head], lse)
     if p.appends:

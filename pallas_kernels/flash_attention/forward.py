@@ -94,14 +94,14 @@ def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
     ids = w.inputs.k_ids, smem.k_ids
-    return Operand(ring, w.inputs.k, s.k_first, smem.k, 0, 1, ids)
+    return Operand(ring, w.inputs.k, s.k_first, w.tma.k, 0, 1, ids)
 
 
 def values_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
     # A second step ahead pays where the ring has room for it.
-    return Operand(ring, w.inputs.v, s.v_first, smem.v, 1, int(s.width <= 64))
+    return Operand(ring, w.inputs.v, s.v_first, w.tma.v, 1, int(s.width <= 64))
 
 
 # Load: the rows of Q, and the tiles of K and V.
@@ -112,7 +112,7 @@ def load_q(w: Worker, item, side=0):
     row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at = side * s.wgs + w.wg
-    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
+    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], w.tma.qo.at[at], smem.q_bars.at[at])
     if s.segmented:
         ids = w.inputs.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
@@ -353,7 +353,7 @@ def accumulate(w: Worker, i: Item, o_acc):
 
 
 def store(w: Worker, i: Item, o, m, l):
-    s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
+    s, (o_ref, lse_ref) = w.schedule, w.results
     # Found again: the loop leaves no registers to keep it.
     row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     row += w.wg * ROWS
@@ -362,7 +362,7 @@ def store(w: Worker, i: Item, o, m, l):
     o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.segmented))
     # O leaves through its queries' buffer (docs/attention.md).
     plgpu.commit_smem()  # all warps have multiplied with the queries
-    schedule.store_rows(o, smem.qo.at[i.at], o_ref, batch, row, head)
+    schedule.store_rows(w, "qo", i.at, o, o_ref, batch, row, head)
     mosaic.store(lse_ref.at[batch, head, pl.ds(row, ROWS)], lse)
 
 
@@ -399,8 +399,7 @@ def body(w: Worker):
 def forward(q, k, v, segments=None, *, call: Call):
     """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
-    The axes T and S of q, k and v are padded to multiples of 8, because a TMA copy into wgmma's
-    layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
+    q, k and v are padded to schedule.multiples(D); rows past call.lengths mean nothing.
     segments: ids of the queries and of the keys, as op.py pads them, or None.
     """
     tile, inputs = tiles(q.shape[-1], call.segmented), dict(q=q, k=k, v=v)

@@ -66,6 +66,7 @@ LARGE = [
     ((2, 1000, 1000, 6, 6, 192), BF16, {"window": 200, "return_lse": True}),
     ((1, 777, 777, 6, 2, 160), BF16, {"segments": [[333]], "causal": False}),
     ((1, 1000, 1000, 6, 6, 16), BF16, {"segments": [[600, 900]], "window": 100}),
+    ((2, 333, 1001, 6, 2, 32), BF16, {"return_lse": True}),
     ((2, 1000, 1000, 6, 1, 48), FP16, {"softcap": 20.0, "return_lse": True}),
 ]
 # Blocks of one to five steps: what the compiler knows of a loop's length changes the program.
