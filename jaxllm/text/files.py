@@ -25,6 +25,8 @@ COMPANIONS = (
 ADAPTERS = "adapter_config.json"  # peft's
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
+ALWAYS = dict.fromkeys(("qwen2", "qwen3_5", "qwen3_5_moe"), "Qwen2Tokenizer")  # whatever is named
+ALWAYS["mistral"] = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
 
@@ -229,16 +231,13 @@ def _check_template(post: dict[str, Any], path: Path) -> None:
 
 
 def class_of(pages: Pages) -> str | None:
-    """The class that transformers takes for a tokenizer: for a Qwen always the Qwen class.
-
-    None: no file names one, and it depends on the type of the model.
-    """
-    by_model = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
+    """The class that transformers takes for a tokenizer; None: it depends on the model's type."""
+    if pages.model in ALWAYS:
+        return ALWAYS[pages.model]
+    usual = {"gpt2": "GPT2Tokenizer", "xlstm": "GPTNeoXTokenizer"}
     named = pages.tokenizer.get("tokenizer_class") or pages.config.get("tokenizer_class")
-    named = named or by_model.get(pages.model)
-    if pages.model.startswith("qwen"):
-        return "Qwen2Tokenizer"
-    return None if named is None else str(named).removesuffix("Fast")
+    named = named or usual.get(pages.model) or "Qwen2Tokenizer" * pages.model.startswith("qwen")
+    return str(named).removesuffix("Fast") or None
 
 
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:

@@ -381,8 +381,8 @@ class Tokenizer:
         if not path.exists():
             page = self._bos_and_eos(next(iter(ends), None)) | plain
             write_json(path, page | {"clean_up_tokenization_spaces": False})  # keeps spaces
-        elif pages.model == "mistral" != model:  # transformers then takes no class that is named
-            write_json(path, pages.tokenizer | plain)
+        elif (kind := files.ALWAYS.get(pages.model)) and pages.model != model:
+            write_json(path, pages.tokenizer | {"tokenizer_class": kind})
         elif pages.model != model and "tokenizer_class" not in {*pages.config, *pages.tokenizer}:
             kind = files.class_of(pages)
             write_json(path, ({"tokenizer_class": kind} if kind else plain) | pages.tokenizer)

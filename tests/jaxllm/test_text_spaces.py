@@ -65,6 +65,26 @@ def test_which_tokenizers_have_a_space_before_the_first_word(family, kind, space
     assert Tokenizer(folder).encode(text) == plain.encode(" " * spaced + text)
 
 
+@pytest.mark.parametrize(
+    ("model", "kind", "spaced"),
+    [
+        ("qwen2", "PreTrainedTokenizerFast", True),
+        ("qwen3", "PreTrainedTokenizerFast", False),
+        ("qwen3", "GPT2Tokenizer", True),
+        ("qwen3", None, True),
+        ("mistral", "GPT2Tokenizer", False),
+    ],
+)
+def test_which_models_have_a_class_of_tokenizer_whatever_is_named(model, kind, spaced, tmp_path):
+    """As by transformers 5.24, which takes the class that a Qwen3 names, but no Qwen2's."""
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    page = {"add_prefix_space": True} | ({"tokenizer_class": kind} if kind else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    plain = Tokenizer(FOLDER / "gpt2")
+    assert Tokenizer(folder).encode("the fox") == plain.encode(" " * spaced + "the fox")
+
+
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
 def test_a_space_before_the_first_word_that_only_the_file_has(kind, tmp_path):
     """As by transformers 5.24: a class that builds its tokenizer anew has none by default."""
