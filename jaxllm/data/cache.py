@@ -25,8 +25,10 @@ def cache_folder(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    base = base if os.path.isabs(base) else "~/.cache"  # XDG's specification says so
-    return Path(base).expanduser() / "jaxllm"
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")  # as XDG says
+    if not os.path.isabs(base):  # of a user without HOME and without an entry in passwd
+        raise InputError("no home directory for the cache: set HOME, or XDG_CACHE_HOME to a folder")
+    return Path(base) / "jaxllm"
 
 
 def keep_compiled() -> None:

@@ -25,8 +25,7 @@ COMPANIONS = (
 ADAPTERS = "adapter_config.json"  # peft's
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 _REBUILT = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")  # by transformers
-ALWAYS = dict.fromkeys(("qwen2", "qwen3_5", "qwen3_5_moe"), "Qwen2Tokenizer")  # whatever is named
-ALWAYS["mistral"] = "PreTrainedTokenizerFast"
+ALWAYS = {"qwen2": "Qwen2Tokenizer", "mistral": "PreTrainedTokenizerFast"}  # whatever is named
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
 

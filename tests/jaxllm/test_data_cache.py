@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from jaxllm.data.cache import build_once, cache_folder, file_digest
+from jaxllm.errors import InputError
 from jaxllm.files import lock
 
 
@@ -16,6 +17,15 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert cache_folder(None) == tmp_path / "x/jaxllm"
     assert cache_folder("~/y") == tmp_path / "y"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    """As in a container with --user: an error about ~ named a path that the user had not given."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    with pytest.raises(InputError, match="set HOME, or XDG_CACHE_HOME"):
+        cache_folder(None)
 
 
 def test_only_one_of_several_threads_builds(tmp_path):
