@@ -20,6 +20,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model
+from jaxllm.models import MODELS
 from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.step import Trainer
@@ -132,7 +133,7 @@ def trainer_of(name, data, **train):
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), slow("vlstm")])
+@pytest.mark.parametrize("name", [slow(x) if x in ("llama3", "vlstm") else x for x in MODELS])
 def test_a_packed_step_equals_a_step_on_separate_documents(name, data):
     packed = trainer_of(name, data, grad_accum=2)
     batch = batches_of(data, 1)[0]
