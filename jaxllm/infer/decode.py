@@ -109,8 +109,7 @@ def generate(
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
     stream = stream_tokens(graph, params, [prompt] * rows, config, samples=[(0, sample)] * rows)
-    tokens = [int(tokens[0]) for tokens in stream]
-    return list(takewhile(lambda token: token not in ends, tokens))
+    return list(takewhile(lambda token: token not in ends, [int(rows[0]) for rows in stream]))
 
 
 def stream_tokens(

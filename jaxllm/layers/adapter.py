@@ -31,9 +31,8 @@ class Adapter(nnx.Module):
     def narrow(self, x: Float[Array, "... in"]) -> Float[Array, "... rank"]:
         """x A, of inputs that dropout left."""
         if self.key is not None:
-            kept = jax.random.bernoulli(
-                jax.random.wrap_key_data(self.key.get_value()), 1 - self.dropout, x.shape
-            )
+            key = jax.random.wrap_key_data(self.key.get_value())
+            kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), 0).astype(x.dtype)
         return x @ self.a[...].astype(x.dtype)
 

@@ -60,11 +60,10 @@ class Attention(Layer):
         self.head_dim = head_dim
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         linear = partial(linear, implementation=implementation, rngs=rngs)
-        biases = bias or qkv_bias
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = linear(d_model, q, name="q_proj", bias=biases)
-        self.k = linear(d_model, kv, name="k_proj", bias=biases)
-        self.v = linear(d_model, kv, name="v_proj", bias=biases)
+        self.q = linear(d_model, q, name="q_proj", bias=bias or qkv_bias)
+        self.k = linear(d_model, kv, name="k_proj", bias=bias or qkv_bias)
+        self.v = linear(d_model, kv, name="v_proj", bias=bias or qkv_bias)
         self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias)
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)

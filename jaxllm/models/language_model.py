@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config import IGNORE, ModelConfig
-from jaxllm.layers import MLP, Embedding, Linear
+from jaxllm.layers import MLP, Attention, Embedding, GatedMLP, Linear, VLSTMLayer
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import Norm
@@ -24,6 +24,8 @@ from pallas_kernels.ids import Ids
 from pallas_kernels.mosaic import plus
 
 STD = 0.02  # initial standard deviation of all weights
+# What `of_row` computes for a single row; a subclass may override these.
+_OF_ROW = {Attention.with_cache, VLSTMLayer.with_cache, MLP.__call__, GatedMLP.__call__}
 
 
 class Stream(NamedTuple):
@@ -46,7 +48,7 @@ class Stream(NamedTuple):
     def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) for the sum s, in one pass unless the branch is wider than the residual."""
         s = self.residual
-        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype:
+        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype or not norm.plain:
             return norm(s := self.sum()), s
         return norm.add(self.branch, s, self.bias)
 
@@ -67,28 +69,28 @@ class Block(Layer):
 
     def __call__(self, stream: Stream, positions=None, segment_ids=None, cache=None):
         """(stream, cache) after the block; without a cache the second is None."""
-        mixer = getattr(self, self.mixer)
-        x = stream.residual
+        mixer, x = getattr(self, self.mixer), stream.residual
         further = cache is not None and cache.arrays is not None and stream.branch is None
+        further = further and {type(mixer).with_cache, type(self.mlp).__call__} <= _OF_ROW
+        norm_1, norm_2 = (norm if norm.plain else None for norm in (self.norm_1, self.norm_2))
         # The next token of one row, where an op takes 2 us or more however little it does: kernels
         # of the layers take norms and sums, too.
-        if further and mixer.takes_row(x) and self.mlp.takes_row(x):
-            x, cache = mixer.of_row(x, self.norm_1, cache)
-            return Stream(None, None, self.mlp.of_row(x, self.norm_2)), cache
+        if further and norm_1 and norm_2 and mixer.takes_row(x) and self.mlp.takes_row(x):
+            x, cache = mixer.of_row(x, norm_1, cache)
+            return Stream(None, None, self.mlp.of_row(x, norm_2)), cache
         where = (positions,) if self.mixer == "attention" else ()
-        # Whether the next norms add the biases of `out` and `down`, as in GPT-2.
-        ends = mixer.out, self.mlp.down
-        leaves = self.mixer == "attention" and isinstance(self.mlp, MLP)  # these take add_bias
-        apart = leaves and all(x.joins and x.bias is not None for x in ends)
-        options = dict(add_bias=False) if apart else {}
-        out_bias, down_bias = (layer.bias[...] if apart else None for layer in ends)
+        # If both layers take add_bias, the next norms add the biases of `out` and `down` (GPT-2).
+        ends = (mixer.out, self.mlp.down) if where and isinstance(self.mlp, MLP) else ()
+        biases = [layer.bias[...] for layer in ends if layer.joins and layer.bias is not None]
+        options = dict(add_bias=False) if (apart := len(biases) == 2) else {}
+        out_bias, down_bias = biases if apart else (None, None)
         y, residual = stream.normed(self.norm_1)
         if cache is None:
-            branch = mixer(y, *where, segment_ids, norm=self.norm_1, **options)
+            branch = mixer(y, *where, segment_ids, norm=norm_1, **options)
         else:
             branch, cache = mixer.with_cache(y, *where, cache, **options)
         y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
-        y = self.mlp(y, norm=self.norm_2, **options)
+        y = self.mlp(y, norm=norm_2, **options)
         return Stream(y, down_bias, residual), cache
 
 
@@ -149,8 +151,7 @@ class LanguageModel(Layer):
         else:
             # No copy: the loss casts the head itself and computes its gradient in float32.
             self.head = Linear(config.d_model, rows, std=STD, copied=False, rngs=rngs)
-            weight = self.head.weight
-            weight[...] = jnp.where(real, weight[...], 0)
+            self.head.weight[...] = jnp.where(real, self.head.weight[...], 0)
 
     def hidden(
         self,
@@ -215,8 +216,7 @@ class LanguageModel(Layer):
 
         dtype: of the logits; None: `hidden`'s.  In bf16 many logits are equal.
         """
-        head = self.embedding.logits if self.head is None else self.head
-        z = head(hidden, dtype)
+        z = (self.embedding.logits if self.head is None else self.head)(hidden, dtype)
         return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
 
     def __call__(self, tokens: Integer[Ids, "B T"], **options) -> Float[Array, "B T V"]:
@@ -239,9 +239,10 @@ class LanguageModel(Layer):
         positions, segment_ids: as in `hidden`.
         """
         labels, ignored = ids.labels(labels, IGNORE)
-        head = self.head
-        if head is None:
+        if (head := self.head) is None:
             embedded, (weight, total) = self.embedding.with_table(tokens, positions)
+        elif not head.plain:
+            raise ValueError(f"no loss calls a {type(head).__name__}: use cross_entropy of logits")
         else:
             embedded, (weight, total) = self.embedding(tokens, positions), head.held.operands()
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]

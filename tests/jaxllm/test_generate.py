@@ -19,9 +19,11 @@ from jaxllm.config.loading import sampling
 from jaxllm.errors import RunError
 from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
+from jaxllm.layers import GatedMLP, RMSNorm
 from jaxllm.layers.attention import _to_float8
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
+from jaxllm.models.llama3 import Llama3
 from jaxllm.sharding import make_mesh, shardings
 from jaxllm.text import Tokenizer
 from pallas_kernels import dispatch
@@ -166,6 +168,40 @@ def test_transposed_matrices_give_the_same_tokens(monkeypatch, name, fused):
     assert len(set(got[0])) > 3
     ran = {decision.op for decision in dispatch.decisions()}
     assert ("row_linear" in ran, "layer_norm" in ran or "rms_norm" in ran) == (fused, True)
+
+
+class OwnMLP(nnx.Module):
+    def __init__(self, d_model, d_ff, *, linear, implementation, rngs):
+        self.w = linear(d_model, d_model, rngs=rngs)
+
+    def __call__(self, x, *, norm=None):
+        return self.w(jnp.tanh(x))
+
+
+class Negative(GatedMLP):
+    def __call__(self, x, *, norm=None):
+        return -super().__call__(x, norm=norm)
+
+
+class NegativeNorm(RMSNorm):
+    def __call__(self, x):
+        return -super().__call__(x)
+
+
+@pytest.mark.parametrize(
+    "parts", [dict(mlps=OwnMLP), slow(dict(mlps=Negative)), slow(dict(norms=NegativeNorm))]
+)
+def test_one_row_calls_the_layers_of_a_users_model(monkeypatch, parts):
+    """The kernels of a single row took the weights of a subclass; a block asked for mlp.down."""
+    config = tiny("llama3", **SHAPE | dict(n_layers=1, d_model=256, d_ff=256, kernels="auto"))
+    graph, params = nnx.split(type("Own", (Llama3,), parts)(config, rngs=nnx.Rngs(0)), nnx.Param)
+    params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x + 0.1, params)
+    params["embedding"] = jax.tree.map(lambda x: x / 8, params["embedding"])
+    monkeypatch.setattr(decode, "by_rows", lambda: True)
+    greedy, text = SampleConfig(tokens=3, temperature=0.0), [100, 7, 33]
+    for token in decode.stream_tokens(graph, params, [text], greedy):
+        assert token == nnx.merge(graph, params)(np.array([text]))[0, -1, :250].argmax()
+        text = [*text, int(token[0])]
 
 
 def test_one_program_serves_prompts_and_seeds_of_one_shape():

@@ -332,3 +332,44 @@ def test_the_row_norm_of_a_norm_is_a_bound(norm):
     x = jnp.concatenate([normal(3, 1, 64, 64), 1e4 * jnp.eye(64)[None]], axis=1)
     norms = jnp.linalg.norm(layer(x.astype(jnp.bfloat16)).astype(jnp.float32), axis=-1)
     assert 0.5 * float(layer.row_norm()) < float(norms.max()) <= float(layer.row_norm())
+
+
+class Doubled(Linear):
+    def __call__(self, x, *given, **options):
+        return 2 * super().__call__(x, *given, **options)
+
+
+class Shifted(RMSNorm):
+    def __call__(self, x):
+        return 3 + super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "vlstm"])
+def test_a_subclass_computes_what_its_call_says(kind):
+    """Larger ops took its weight instead, except with a cache and in the first block's norm."""
+    model, x = create(tiny(kind)), normal(0, 2, 5, 32)
+    block = model.blocks[1]
+    mixer, mlp = getattr(block, block.mixer), block.mlp
+    for layer, names in ((mixer, ("q", "v", "out")), (mlp, ("up", "gate", "down"))):
+        for name in names:
+            plain = layer(x)
+            old = getattr(layer, name)
+            axes = ROWS if name in ("out", "down") else COLUMNS
+            new = Doubled(*old.weight.shape, axes=axes, rngs=nnx.Rngs(0))
+            new.weight[...] = old.weight[...]
+            setattr(layer, name, new)
+            found = layer(x)
+            setattr(layer, name, old)
+            old.weight[...] *= 2
+            close(found, layer(x))
+            assert np.abs(found - plain).max() > 0
+    tokens = jnp.arange(10).reshape(2, 5)
+    block.norm_1, block.norm_2 = Shifted(32, eps=1e-3), Shifted(32, eps=1e-3)
+    y = model.embedding(tokens)
+    for each in model.blocks:
+        y += getattr(each, each.mixer)(each.norm_1(y))
+        y += each.mlp(each.norm_2(y))
+    close(model.hidden(tokens), model.norm(y))
+    model.head = Doubled(32, 128, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no loss calls a Doubled: use cross_entropy of logits"):
+        model.loss(tokens, tokens)
