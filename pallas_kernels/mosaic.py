@@ -76,22 +76,22 @@ def inline(code, types, shape, dtype, layout):
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
 
 
-def any_above(x, limit: float):
-    """Whether an element of a warp's part of x, in WGMMA's layout, exceeds the limit.
+def any_reaches(x, limit: float):
+    """Whether an element of a warp's part of x, in WGMMA's layout, is at least the limit.
 
     Warps may get different answers, so what depends on the answer must not synchronize warps.
     """
-    code = functools.partial(_any_above, limit)
+    code = functools.partial(_any_reaches, limit)
     return inline(code, (WGMMA,), (), jnp.int32, plgpu.Layout.WG_SPLAT)(x) != 0
 
 
-def _any_above(limit, _, x):
+def _any_reaches(limit, _, x):
     i32 = ir.IntegerType.get_signless(32)
     most = folded(arith.maxnumf, list(x.registers.flat))  # a vector of two
     ends = (vector.extract(most, dynamic_position=[], static_position=[n]) for n in range(2))
     most = arith.maxnumf(*ends)
     bound = arith.constant(most.type, ir.FloatAttr.get(most.type, limit))
-    above = arith.cmpf(arith.CmpFPredicate.OGT, most, bound)
+    above = arith.cmpf(arith.CmpFPredicate.OGE, most, bound)
     everyone = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
     above = nvvm.vote_sync(everyone, above, nvvm.VoteSyncKind.any)
     return mgpu.FragmentedArray.splat(arith.extui(i32, above), (), is_signed=True)

@@ -96,7 +96,7 @@ def dot(t, acc, x, words, scales):
 ARRAYS = {
     ampere._as_left: lambda dtype, x: x.astype(dtype),
     # Each warp's own answer on a GPU.  A row's result does not depend on it.
-    mosaic._any_above: lambda limit, x: (x > limit).any().astype(jnp.int32),
+    mosaic._any_reaches: lambda limit, x: (x >= limit).any().astype(jnp.int32),
     unpack._tile: tile,
     unpack._transposed: transposed,
     unpack._load: lambda parts, words: words,

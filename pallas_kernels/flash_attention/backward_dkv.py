@@ -189,12 +189,6 @@ def column(ref, slot, half=None):
     return along(stat, (ROWS, n), 1)
 
 
-def begin_scores(w: Worker, s_acc, slot):
-    """S begins with -lse, so P is exp2 of a multiple of S; with a softcap S begins with 0."""
-    if w.schedule.softcap is None:
-        s_acc[...] = column(w.smem.minus_lse, slot)
-
-
 def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, ids = w.schedule, None
@@ -205,7 +199,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
         # The positions are the same for all heads; without the barrier the compiler keeps them.
         tile = lax.optimization_barrier(i.stream.base + step.r)
         x = masks.visible(x, s.visits, i.row, tile * s.columns + half * ROWS, ids)
-    if s.softcap is not None:
+    if not s.begins_with_lse:
         x = x + column(w.smem.minus_lse, slot, half)
     return jnp.exp2(x), slope
 
@@ -291,8 +285,9 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 
     def first(s_acc, dp_acc):
         # Issue S^T = K Q^T and dP^T = V dO^T.
-        begin_scores(w, s_acc, slot)
-        plgpu.barrier_wait(smem.do_full.at[slot])
+        if s.begins_with_lse:  # P is then exp2 of a multiple of S
+            s_acc[...] = column(smem.minus_lse, slot)
+            plgpu.barrier_wait(smem.do_full.at[slot])
         dp_acc[...] = column(smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
@@ -316,6 +311,8 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         ds = add(scores, dp_acc, 1, wait_n=2)
         plgpu.wgmma(dk_acc, ds, q[1])
 
+    if not s.begins_with_lse:  # outside, as in backward_dq.step
+        plgpu.barrier_wait(smem.do_full.at[slot])
     pl.run_scoped(first, plgpu.ACC((ROWS, s.columns), jnp.float32), acc)
 
 
@@ -346,7 +343,8 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
 
     def add(s_acc):
         # Compute P.
-        begin_scores(w, s_acc, slot)
+        if s.begins_with_lse:  # P is then exp2 of a multiple of S
+            s_acc[...] = column(smem.minus_lse, slot)
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:

@@ -209,7 +209,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     # Without the barrier the compiler would round the product with the logits, not before.
     lse = stat(smem.stats.at[0, w.wg])
     lse2 = lax.optimization_barrier(lse * LOG2E)
-    minus_lse = lse * (-1 / s.scale) if s.softcap is None else -lse2
+    minus_lse = lse * (-1 / s.scale) if s.begins_with_lse else -lse2
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.segmented else None
     do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w, smem)))
     minus_delta = -jnp.sum(do * out, axis=1)
@@ -257,8 +257,6 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         # Issue S = Q K^T and dP = dO V^T.
         here = steps.unsettled(i, s, n)
         v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
-        if not waits_after_p(s):
-            plgpu.barrier_wait(smem.k_full.at[slot])
         across(s_acc, smem.q.at[here], smem.kv.at[slot])
         values.ring.wait(n)
         dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
@@ -279,6 +277,8 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)
 
+    if not waits_after_p(s):  # outside: with a wait before the wgmma ptxas would store its zeros
+        plgpu.barrier_wait(smem.k_full.at[slot])
     acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
     pl.run_scoped(add_dq, acc, acc)
 
@@ -296,9 +296,8 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
 
 def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
-    name = "dq" if w.schedule.persistent else "do"
+    name, dq = "dq" if w.schedule.persistent else "do", dq * w.schedule.scale
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
-    dq = dq * w.schedule.scale
     schedule.store_rows(w, name, w.wg, dq, w.results[0], i.batch, i.row, i.head)
 
 
@@ -338,8 +337,8 @@ def body(w: Worker):
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     """(dq like q, -lse, -delta); of one array for q, k and v the other heads are undefined.
 
-    -lse is divided by scale, which makes it a score; with a softcap it is in base 2.  The last two
-    are (B, H, schedule.stat_rows(T)) fp32.
+    -lse is divided by scale, which makes it a score, if `Schedule.begins_with_lse`; otherwise it is
+    in base 2.  The last two are (B, H, schedule.stat_rows(T)) fp32.
     """
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)

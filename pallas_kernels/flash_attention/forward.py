@@ -47,7 +47,7 @@ LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 def tiles(head_dim: int, segmented: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention-tiles.md has the others."""
     if head_dim <= 80:
-        return Tiles(3, 128, 3, True, 16)
+        return Tiles(3, 128, 4 if head_dim <= 64 else 3, True, 16)
     if head_dim == 112:
         return Tiles(3, 96, 2, True, 16)
     if head_dim <= 128:
@@ -83,11 +83,11 @@ def scratch(s: Schedule) -> dict:
 
 
 def weighs_early(s: Schedule) -> bool:
-    """Whether P is computed before it is known whether m stays: 7% faster, if registers suffice.
+    """Whether P is computed before it is known whether m stays: 3 to 8% faster with the registers.
 
-    With three warpgroups a thread has 168; above D = 160 O takes 96 or more; a window takes some.
+    Above D = 160 O takes 96 or more; a softcap takes some, and three warpgroups have 168 a thread.
     """
-    return s.wgs == 2 and s.width <= 160 and s.visits.window is None
+    return s.width <= 160 and (s.wgs == 2 or s.softcap is None)
 
 
 def keys_of(w: Worker) -> Operand:
@@ -230,9 +230,9 @@ def factor_of(s: Schedule, logit):
     return jnp.where(abs(logit) < LARGE, unit(s), 2.0 ** math.ceil(math.log2(unit(s))))
 
 
-def above(x, factor, m):
+def above(s: Schedule, x, m):
     """The logits of scores x, less their row's m: one multiply-add for each element."""
-    return x * along(factor, x.shape, 0) - along(m, x.shape, 0)
+    return x * along(factor_of(s, m), x.shape, 0) - along(m, x.shape, 0)
 
 
 def by_thread(f, x):
@@ -241,8 +241,9 @@ def by_thread(f, x):
 
 
 def sums(s: Schedule, p):
-    """Row sums.  If `weighs_early` they stay `by_thread`: 3% faster at D = 128; 64 would spill."""
-    return by_thread(jnp.add, p) if weighs_early(s) else jnp.sum(p, axis=1)
+    """Row sums.  They stay `by_thread` where registers suffice, which is 3% faster."""
+    roomy = s.wgs == 2 or s.width <= 32
+    return by_thread(jnp.add, p) if weighs_early(s) and roomy else jnp.sum(p, axis=1)
 
 
 def softmax(s: Schedule, x, m, l, o):
@@ -254,26 +255,27 @@ def softmax(s: Schedule, x, m, l, o):
     A row decides for itself, so its bits depend on no other row.
     """
     seen = x if weighs_early(s) else by_thread(jnp.maximum, x)
-    state = m, factor_of(s, m), l, o
+    state = m, l, o
 
-    def follow(m, factor, l, o):
+    def follow(m, l, o):
         top = jnp.max(seen, axis=1)
-        rises, logit = top * factor > m + LEAP, top * unit(s)
-        factor = jnp.where(rises, factor_of(s, logit), factor)
-        new = jnp.where(rises, top * factor, m)
+        rises, logit = top * factor_of(s, m) > m + LEAP, top * unit(s)
+        new = jnp.where(rises, top * factor_of(s, logit), m)
         # In the units of m, or if these are a power of two, in the new ones.
         alpha = jnp.exp2(m - jnp.where(rises & (abs(m) < LARGE), logit, new))
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
-        return new, factor, l, o * along(alpha, o.shape, 0)
+        return new, l, o * along(alpha, o.shape, 0)
 
-    def weigh(m, factor, l, o):
-        p = jnp.exp2(above(x, factor, m))
+    def weigh(m, l, o):
+        p = jnp.exp2(above(s, x, m))
         l = l + sums(s, p)
         # Without the barrier P would be rounded after the branch.
         return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
     early = weigh(*state) if weighs_early(s) else None
-    leaps = mosaic.any_above(above(seen, state[1], m), LEAP)
+    # P has two weights in a register: a third of the instructions, but too late at D = 96.
+    vote = (early[0], 2.0**LEAP) if early and s.width != 96 else (above(s, seen, m), LEAP)
+    leaps = mosaic.any_reaches(*vote)
     if early:
         return lax.cond(leaps, lambda *_: weigh(*follow(*state)), lambda *same: same, *early)
     return weigh(*lax.cond(leaps, follow, lambda *same: same, *state))
@@ -292,9 +294,8 @@ def first_step(w: Worker, i: Item):
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, i.first, s.masks_first)
     top = jnp.max(x, axis=1)
-    factor = factor_of(s, top * unit(s))
-    m = jnp.maximum(top * factor, masks.LOWEST)
-    p = jnp.exp2(above(x, factor, m))
+    m = jnp.maximum(top * factor_of(s, top * unit(s)), masks.LOWEST)
+    p = jnp.exp2(above(s, x, m))
     return p.astype(s.dtype), m, sums(s, p)
 
 

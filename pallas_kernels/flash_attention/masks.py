@@ -153,8 +153,7 @@ def logits(s, scale, softcap):
 
 def d_scores(p, dp, slope):
     """dS = P dP, of dP less delta; slope: of `logits`."""
-    ds = p * dp
-    return ds if slope is None else ds * slope
+    return p * dp if slope is None else p * dp * slope
 
 
 def no_keys(rows: int):

@@ -109,6 +109,11 @@ class Schedule(NamedTuple):
         """Whether the diagonal of a warpgroup's rows may cross a second tile."""
         return self.visits.causal and bool(self.visits.offset % ROWS or self.columns % ROWS)
 
+    @property
+    def begins_with_lse(self) -> bool:
+        """Whether dK/dV's scores begin with -lse, so that P need not wait: slower at D = 64."""
+        return self.softcap is None and self.width > 64
+
     def slot(self, n):
         """The slot of step n in a ring of `stages`."""
         return lax.rem(n, jnp.int32(self.stages))
