@@ -68,7 +68,7 @@ VLSTM = (
         slow("layer_norm:2:0", "sm_80", 0, ("gated_layer_norm_backward",)),
         slow("layer_norm:2:0", "sm_90", 0, ("gated_layer_norm_backward",)),
         ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
-        ("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
+        slow("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         slow("vlstm:1:1", "sm_90", 0, VLSTM),  # 256, 512
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
@@ -77,7 +77,10 @@ VLSTM = (
         slow("vlstm:4:0", "sm_80", 0, (*VLSTM, "gated_layer_norm_backward")),
         # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
         *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
-        ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
+        slow(
+            *("linear_cross_entropy:0:0", "sm_80", 0),
+            ("linear_cross_entropy_statistics_and_gradient",),
+        ),
         # 8192 columns; with the sums of layer norm's bias they spill 240 bytes.
         slow("rms_norm:1:2", "sm_120", 0, ("add_rms_norm_backward",)),
     ],
@@ -115,7 +118,7 @@ CASTS = {"fp8_maximum", "quantize_fp8"}
     [
         ("fp8_linear:0:0", CASTS),
         ("mlp:2:0", CASTS | {"swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"}),
-        ("mlp:3:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
+        slow("mlp:3:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
         slow(
             "linear_cross_entropy:1:0",
             CASTS | {"linear_cross_entropy_statistics", "linear_cross_entropy_gradient_fp8"},
