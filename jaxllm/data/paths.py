@@ -71,7 +71,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
     """
     if kind == "stdlib":
         if path is not None:
-            raise InputError(f"{key}={path} is not read with source=stdlib: choose another")
+            raise InputError(f"{key}={path} is not read with source=stdlib: choose text or another")
         return _stdlib()
     if not path:
         raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
