@@ -284,6 +284,9 @@ def softmax(s: Schedule, x, m, l, o):
 def first_step(w: Worker, i: Item):
     """P, m and l of the first step, which has no O to add to yet."""
     s, slot = w.schedule, keys_of(w).ring.slot(i.first)
+    plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+    keys_of(w).ring.wait(i.first)
+    my_turn(w)
 
     def issue(s_acc):
         plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
@@ -329,15 +332,9 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     return p, m, l
 
 
-def accumulate(w: Worker, i: Item, o_acc):
+def accumulate(w: Worker, i: Item, carry, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
-    # Begin with the first tile.
-    plgpu.barrier_wait(w.smem.q_bars.at[i.at])
-    keys_of(w).ring.wait(i.first)
-    my_turn(w)
-    carry = first_step(w, i)
-    load_following_q(w, i)
-    # Walk over the others.
+    # Walk over the tiles after the first.
     p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
     if w.schedule.segmented:
         plgpu.commit_smem()  # plain loads have read the queries' ids
@@ -376,8 +373,11 @@ def attend(w: Worker, i: Item):
     @pl.when(i.row >= 0)
     def _():
         pass_by(w, i, i.n0, i.first)
+        carry = first_step(w, i)
+        load_following_q(w, i)
+        # O begins here: if its zeros were there before, ptxas would also store those of S.
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
-        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
+        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), accumulator)
         store(w, i, o, m, l)
 
     if s.lead:
