@@ -109,7 +109,7 @@ def generate(
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
     stream = stream_tokens(graph, params, [prompt] * rows, config, samples=[(0, sample)] * rows)
-    return list(takewhile(lambda token: token not in ends, [int(rows[0]) for rows in stream]))
+    return list(takewhile(lambda token: token not in ends, [int(step[0]) for step in stream]))
 
 
 def stream_tokens(

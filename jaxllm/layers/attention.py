@@ -57,13 +57,13 @@ class Attention(Layer):
         if head_dim is None:
             divides(n_heads, d_model, "n_heads", "d_model")
             head_dim = d_model // n_heads
-        self.head_dim = head_dim
+        self.head_dim, biases = head_dim, bias or qkv_bias
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         linear = partial(linear, implementation=implementation, rngs=rngs)
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = linear(d_model, q, name="q_proj", bias=bias or qkv_bias)
-        self.k = linear(d_model, kv, name="k_proj", bias=bias or qkv_bias)
-        self.v = linear(d_model, kv, name="v_proj", bias=bias or qkv_bias)
+        self.q = linear(d_model, q, name="q_proj", bias=biases)
+        self.k = linear(d_model, kv, name="k_proj", bias=biases)
+        self.v = linear(d_model, kv, name="v_proj", bias=biases)
         self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias)
         norm = partial(RMSNorm, self.head_dim, implementation=implementation)
         self.q_norm = None if qk_norm is None else norm(eps=qk_norm)

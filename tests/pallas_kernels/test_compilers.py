@@ -39,9 +39,8 @@ def builds(spec, gpu):
 
 # Bytes stored once a block and loaded once for each of its items, outside of its loop over keys: at
 # D = 64 (0:0 of JAX 0.11.2), and with q, k and v in one array.
-SPILLS = {"attention:0:0": 12, "attention:1:0": 8, "attention:3:1": 24}
-SPILLS |= {"attention:6:0": 16, "attention:6:1": 8}
-ONCE = {(spec, "attention_forward"): spilled for spec, spilled in SPILLS.items()}
+SPILLS = {"0:0": 12, "1:0": 8, "3:1": 24, "6:0": 16, "6:1": 8}
+ONCE = {(f"attention:{spec}", "attention_forward"): spilled for spec, spilled in SPILLS.items()}
 
 
 @pytest.mark.parametrize("spec", SPECS)
