@@ -201,9 +201,7 @@ def shard_map_why_not() -> str | None:
 
 def device_lacks(gpu: Gpu) -> str | None:
     """Why the default device cannot run a kernel that needs `gpu`, or None."""
-    if rehearses():
-        return None
-    return elsewhere(()) or _device_lacks(gpu)
+    return None if rehearses() else elsewhere(()) or _device_lacks(gpu)
 
 
 def rehearses() -> bool:
@@ -230,8 +228,7 @@ def elsewhere(arrays: tuple) -> str | None:
 
 @functools.cache
 def _device_lacks(gpu: Gpu) -> str | None:
-    platform = jax.default_backend()
-    if platform != "gpu":
+    if (platform := jax.default_backend()) != "gpu":
         return f"the platform is {platform}, not gpu"
     capability = str(getattr(jax.devices()[0], "compute_capability", None))
     try:
@@ -250,8 +247,7 @@ def _device_lacks(gpu: Gpu) -> str | None:
 
 
 def _general_asked() -> bool:
-    asked = os.environ.get("JAXLLM_KERNELS", "")
-    if asked not in ("", "general"):
+    if (asked := os.environ.get("JAXLLM_KERNELS", "")) not in ("", "general"):
         raise ValueError(f"JAXLLM_KERNELS={asked} is not general: set that, or unset it")
     return bool(asked)
 
@@ -281,8 +277,7 @@ def compiler() -> Compiler | None:
     nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to PATH's
     places = nvidia.submodule_search_locations if nvidia else None
     found = [str(path) for place in places or () for path in Path(place).glob("*/bin/ptxas")]
-    ptxas = found[0] if found else shutil.which("ptxas")
-    if ptxas is None:
+    if (ptxas := found[0] if found else shutil.which("ptxas")) is None:
         return None
     output = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
     version = re.search(r"V(\d+)\.(\d+)", output)
@@ -291,8 +286,7 @@ def compiler() -> Compiler | None:
 
 def slow_compiler() -> str | None:
     """Why the compiler may make kernels slow, with the fix, or None."""
-    used = compiler()
-    if used is None:  # Mosaic finds one itself or raises its own error
+    if (used := compiler()) is None:  # Mosaic finds one itself or raises its own error
         return None
     if _CUDA[0] <= used.cuda <= _CUDA[1] and _JAX[0] <= jax.__version_info__[:2] <= _JAX[1]:
         return None

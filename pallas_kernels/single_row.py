@@ -266,8 +266,7 @@ def _kernel(x, weights, biases, *, norm, eps, centered, activation, residual):
 
 def _part(p: SingleRowPlan, refs, n):
     weights, biases = zip(*refs.weights, strict=True)
-    first = n * p.lines
-    wg = lax.axis_index("wg")
+    first, wg = n * p.lines, lax.axis_index("wg")
     columns = pl.ds(wg * p.share, p.share)
     at = [pl.ds(first + _LINES * i, _LINES) for i in range(p.rows)]
     by_row = lambda ref: [None if ref is None else mosaic.load(ref.at[r], _BY_ROW) for r in at]

@@ -59,13 +59,24 @@ def has_o_buffer(s: Schedule) -> bool:
     return s.width <= 128
 
 
+def multiplies_delta(s: Schedule) -> bool:
+    """Whether a wgmma adds -delta to dP: where shared memory has room for its operands.
+
+    To begin with -delta, dP would take an instruction for each number; to begin with 0 takes none.
+    """
+    return s.width <= 160
+
+
 def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    operand = lambda rows: mosaic.tiled(s.wgs, rows, 16, dtype=jnp.bfloat16)
     return dict(
         q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
+        delta=operand(ROWS) if multiplies_delta(s) else None,  # -delta in parts
+        ones=operand(s.columns) if multiplies_delta(s) else None,
         stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
         q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.segmented, num_barriers=s.wgs),
         k_full=ring(num_arrivals=1 + s.segmented),
@@ -101,7 +112,7 @@ class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
     lse2: Any  # log-sum-exp in base 2
-    minus_delta: Any  # what dP begins with
+    minus_delta: Any
     q_ids: Any  # None without segments
 
 
@@ -201,6 +212,17 @@ def pass_by(w: Worker, i: Item, low, high):
 # Compute P, dS and dQ.
 
 
+def in_parts(x):
+    """Numbers of rows as (rows, 16) bfloat16 that sum to them: 3 x 8 bits hold a float32's 24."""
+    shape = *x.shape, 16
+    column = along(plgpu.broadcasted_iota(jnp.int32, (16,), 0, layout=COL), shape, 1)
+    y = mosaic.zeros(shape, WGMMA)
+    for n in range(3):
+        part = x.astype(jnp.bfloat16).astype(jnp.float32)
+        y, x = jnp.where(column == n, along(part, shape, 0), y), x - part
+    return y.astype(jnp.bfloat16)
+
+
 def rows_of(w: Worker, i: Item) -> Rows:
     """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
@@ -217,6 +239,8 @@ def rows_of(w: Worker, i: Item) -> Rows:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
     for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
         mosaic.store(ref.at[i.batch, i.head, pl.ds(i.row, ROWS)], value)
+    if multiplies_delta(s):
+        smem.delta[w.wg] = in_parts(minus_delta)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
 
@@ -251,24 +275,29 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem, values = w.schedule, w.smem, values_of(w)
     slot, slot_of_v = s.slot(n), values.ring.slot(n)
-    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
-    def add_dq(s_acc, dp_acc):
-        # Issue S = Q K^T and dP = dO V^T.
+    def add_dq(acc):
+        # Issue S = Q K^T and dP = dO V^T - delta in one accumulator: of two, ptxas stores the zeros
+        # of one.
+        def across(n, x, y):
+            plgpu.wgmma(acc.at[:, pl.ds(n * s.columns, s.columns)], x, y.transpose((1, 0)))
+
         here = steps.unsettled(i, s, n)
         v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
-        across(s_acc, smem.q.at[here], smem.kv.at[slot])
-        values.ring.wait(n)
-        dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
-        across(dp_acc, smem.do.at[here], v)
+        across(0, smem.q.at[here], smem.kv.at[slot])
+        across(1, smem.do.at[here], v)
+        if multiplies_delta(s):
+            across(1, smem.delta.at[w.wg], smem.ones.at[w.wg])
         # Compute P under dP.
-        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        scores = plgpu.wgmma_accumulator_load(acc, wait_n=1 + multiplies_delta(s))[:, : s.columns]
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
         if waits_after_p(s):
             wait_for_keys(w, i, n + 1)
         # Compute dS.
-        dp = dp_acc[...]  # less delta
+        dp = acc[...][:, s.columns :]
+        if not multiplies_delta(s):
+            dp = dp + along(rows.minus_delta, dp.shape, 0)
         if masked and s.segmented:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
@@ -279,8 +308,8 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
 
     if not waits_after_p(s):  # outside: with a wait before the wgmma ptxas would store its zeros
         plgpu.barrier_wait(smem.k_full.at[slot])
-    acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
-    pl.run_scoped(add_dq, acc, acc)
+    values.ring.wait(n)
+    pl.run_scoped(add_dq, plgpu.ACC((ROWS, 2 * s.columns), jnp.float32))
 
 
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
@@ -330,6 +359,10 @@ def differentiate(w: Worker, i: Item):
 
 
 def body(w: Worker):
+    if multiplies_delta(w.schedule):
+        ones = jnp.full((w.schedule.columns, 16), 1, jnp.bfloat16)
+        w.smem.ones[w.wg] = plgpu.layout_cast(ones, WGMMA)
+        plgpu.commit_smem()
     steps.work_items(w, load_rows, differentiate)
 
 

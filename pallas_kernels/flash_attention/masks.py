@@ -170,8 +170,7 @@ def online_softmax(x, m, l):
     """
     x = lax.optimization_barrier(x)  # rounded as its maximum is (forward.factor_of says why)
     m_new = jnp.maximum(m, jnp.max(x, axis=1))
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(x - mosaic.along(m_new, x.shape, 0))
+    alpha, p = jnp.exp2(m - m_new), jnp.exp2(x - mosaic.along(m_new, x.shape, 0))
     return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 

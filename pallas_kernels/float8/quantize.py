@@ -118,8 +118,7 @@ def norms(x, axis=-1):
     The norm may come out larger than it is, where squares leave float32's range.
     """
     wide = x.astype(jnp.float32)
-    largest = _sizes(wide).max(axis).max()
-    square = jnp.square(wide).sum(axis).max()
+    largest, square = _sizes(wide).max(axis).max(), jnp.square(wide).sum(axis).max()
     # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
     plain = (square > 1e-30) & (square < jnp.inf)
     norm = jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)

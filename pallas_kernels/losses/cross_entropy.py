@@ -167,8 +167,7 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    cut = _Cut(v // 4, tile, softcap)
-    bar = plgpu.Barrier(num_arrivals=_GROUPS)
+    cut, bar = _Cut(v // 4, tile, softcap), plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
     rows = jax.ShapeDtypeStruct((n, 4, cut.part), z.dtype)

@@ -235,8 +235,7 @@ def _multiply(p: ManyPlan, kind, refs, i, acc, load):
 def _columns_of(p: ManyPlan, kind, refs, slot):
     """w' of each step of a turn, 64 n x 64 k."""
     per = p.step // EDGE  # blocks of a step of the packed form
-    parts = p.parts * per // _BLOCKS
-    words = []
+    parts, words = p.parts * per // _BLOCKS, []
     for block in range(_BLOCKS):
         if block % per == 0:
             own = range(block // per * parts, (block // per + 1) * parts)

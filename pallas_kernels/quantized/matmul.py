@@ -76,8 +76,7 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
     turn = 2048 * parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
     # Two blocks on an SM, or one where a turn is large; two turns in flight for each warpgroup.
     wgs, others = min(_WGS, turns), 4 * EDGE * rows + 2048  # the sum; barriers and alignment
-    room = (_SMEM - others) // turn
-    if room < 2 * wgs:
+    if (room := (_SMEM - others) // turn) < 2 * wgs:
         room = (2 * _SMEM - others) // turn
     while room < 2 * wgs and wgs > 1:
         wgs //= 2

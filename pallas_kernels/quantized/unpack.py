@@ -144,8 +144,7 @@ def right_operand(x, format: Format):
 def _tile(block, bits, format, _, words, scales, offsets):
     words = [lane_words(w) for w in words]
     scales, offsets = ([doubled(a.registers.flat[0]) for a in rows] for rows in (scales, offsets))
-    out = {}
-    planes = range(PLANES * block, PLANES * (block + 1))
+    out, planes = {}, range(PLANES * block, PLANES * (block + 1))
     for p, weights in enumerate(operands(words, planes, bits, format)):
         group = p * len(scales) // PLANES
         for a, weight in enumerate(weights):
