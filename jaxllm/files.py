@@ -119,8 +119,7 @@ def read_lines(path: Path, what: str) -> list[tuple[int, str]]:
         lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
         raise InputError(f"{what} {path} cannot be read: {error}") from error
-    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    if not (found := [(number, line) for number, line in enumerate(lines, 1) if line.strip()]):
         raise InputError(f"{what} {path} has no line of text")
     return found
 

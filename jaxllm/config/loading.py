@@ -109,8 +109,7 @@ def _find(name_or_path: str) -> Path:
 
 def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
     if key not in known:
-        others = [other for other in MODEL_CONFIGS if key in keys(other)]
-        if others:
+        if others := [other for other in MODEL_CONFIGS if key in keys(other)]:
             raise InputError(
                 f"{key}{where} is for model.type={' and '.join(others)}, not {model_type}: omit it"
             )

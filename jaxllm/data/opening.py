@@ -165,8 +165,7 @@ def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val
         sources[0] = sources[0].without(sources[1], cache)
     what = f"chat: {_describe(config, found, val_found, len(sources[0].files))}: "
     prepared = [path.parent for x in sources for _, path in x.files if is_prepared(path)]
-    where = config.tokenizer or next(iter(prepared), None)
-    if where is None:
+    if (where := config.tokenizer or next(iter(prepared), None)) is None:
         raise InputError(
             "data.source=chat needs a tokenizer with a chat template: set model.init_from or"
             " data.tokenizer to a folder with both"

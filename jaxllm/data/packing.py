@@ -58,8 +58,7 @@ def best_fit(lengths: list[int], size: int) -> list[list[int]]:
     rooms: list[int] = []  # sorted: what some row has left
     having = defaultdict(list)  # the rows with that room
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, lengths[i])
-        if at == len(rooms):
+        if (at := bisect_left(rooms, lengths[i])) == len(rooms):
             row, room = len(rows), size
             rows.append([])
         else:

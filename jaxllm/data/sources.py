@@ -207,8 +207,7 @@ def _object(line: bytes, where: str) -> dict:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len(found := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has {twice!r} twice")
@@ -232,8 +231,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
             else:
                 file = stack.enter_context(ParquetFile(raw, page_checksum_verification=True))
             schema = file.schema if batches else file.schema_arrow
-            found = [column for column in schema.names if column in columns]
-            if not found:
+            if not (found := [column for column in schema.names if column in columns]):
                 fix = "; name the column of the text with text_column" * (len(columns) == 1)
                 wanted, has = " or ".join(map(repr, sorted(columns))), ", ".join(schema.names)
                 raise InputError(f"{path} has no column {wanted}, only {has}{fix}")

@@ -89,8 +89,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": line}]
         ids, _ = tokenizer.chat(messages)
         if writer.most is not None:
-            room = writer.most - len(ids)
-            if room < 1:
+            if (room := writer.most - len(ids)) < 1:
                 raise InputError(
                     f"the conversation's {len(ids)} tokens fill model.max_seq_len={writer.most};"
                     " /reset begins a new one"

@@ -169,8 +169,7 @@ def stream_tokens(
         if block < blocks:
             rest = number, lengths, streams
             pending, token, arrays = further(params, matrices, token, arrays, *rest)
-        found = np.asarray(ready)
-        if (found < 0).any():  # as `choose` says
+        if ((found := np.asarray(ready)) < 0).any():  # as `choose` says
             raise RunError("the model's logits are not finite, so no token can be chosen")
         yield from found[:left]
         left -= len(found)

@@ -129,8 +129,7 @@ def validation(args: argparse.Namespace) -> str:
             total += float(loss_sum(params, batch))
             count += int((batch["labels"] != IGNORE).sum())
             done(n * size)
-    loss = total / count
-    if not math.isfinite(loss):
+    if not math.isfinite(loss := total / count):
         raise RunError(f"the model's loss is {loss}: evaluate another checkpoint with --step")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f}"

@@ -7,9 +7,9 @@ by jaxllm convert.
 """
 
 import argparse
-import functools
 import json
 import logging
+from functools import partial
 from itertools import batched, islice
 from pathlib import Path
 
@@ -73,10 +73,9 @@ class RunLM(TemplateLM):
         The post-processor adds nothing to a text that already has its first token.
         """
         if add_special_tokens is None:
-            begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
-            add_special_tokens = not begun
-        encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
-        return encode(string)
+            first = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not string.startswith(first)
+        return (self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode)(string)
 
     @property
     def tokenizer_name(self) -> str:
@@ -92,9 +91,7 @@ class RunLM(TemplateLM):
         *before, last = chat_history
         if not add_generation_prompt:
             last = last | {"content": f"{last['content']}{_OPEN} "}
-        render = functools.partial(
-            self.tokenizer.rendered, answer=add_generation_prompt, whole=False
-        )
+        render = partial(self.tokenizer.rendered, answer=add_generation_prompt, whole=False)
         try:
             text, _ = render([*before, last])
         except InputError:  # as "hf": many templates refuse a system message
@@ -224,8 +221,7 @@ def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
     own = str(include_path) if include_path else None
     for options in ({"include_defaults": False}, {}):
         manager = TaskManager(include_path=own, **options)
-        unknown = [name for name in tasks if not manager.match_tasks([name])]
-        if not unknown:
+        if not (unknown := [name for name in tasks if not manager.match_tasks([name])]):
             return manager
     raise InputError(
         f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"

@@ -152,8 +152,7 @@ def _report(children: list[_Child], names: IO) -> int:
     names.seek(0)
     peers = json.loads(names.read() or "[]")
     culprits = [c for c in children if not c.ended and FATAL not in c.held]
-    killed = [c for c in culprits if (c.status or 0) < 0]
-    if killed:
+    if killed := [c for c in culprits if (c.status or 0) < 0]:
         _pass_on(killed)
         first = killed[0]
         cause = signal.Signals(-(first.status or 0)).name
@@ -162,12 +161,10 @@ def _report(children: list[_Child], names: IO) -> int:
         name = next((peer for peer in peers if peer.endswith(place)), f"process {place}")
         error_line(f"{name} was killed by {cause}{memory}; {ADVICE}")
         return 1
-    failed = [c for c in culprits if c.status not in (0, STOPPED)]
-    if failed:
+    if failed := [c for c in culprits if c.status not in (0, STOPPED)]:
         _pass_on(failed)
         return failed[0].status or 1
-    aborted = [c for c in children if FATAL in c.held]
-    if aborted:
+    if aborted := [c for c in children if FATAL in c.held]:
         dead = _dead_peer(aborted[0].held.decode(errors="replace"), peers)
         if not peers:
             error_line("the processes did not meet; start all of them with one --coordinator")

@@ -143,8 +143,7 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     found: Layout = {}
     params = named_params(nnx.eval_shape(lambda: create_packed(config, packing)))
     for name, param in params.items():
-        own = packing.of(name, param.shape)
-        if own is None:
+        if (own := packing.of(name, param.shape)) is None:
             wide = param.ndim == 1 or name.endswith(GATES)
             dtype = jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
             found[name] = {name: (param.shape, dtype)}
