@@ -270,17 +270,13 @@ def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     return nnx.map_state(lambda _, v: v.replace(NamedSharding(mesh, spec_of(v))), state)
 
 
-def in_order(params: nnx.State, x, trained: type[nnx.Variable]) -> tuple:
-    """(params, x), where x's gradient waits for those of the trained params, which are used later.
+def in_order(params: nnx.State, x) -> tuple:
+    """(params, x), where x's gradient waits for those of the params, which are used later.
 
     XLA would postpone the matmuls of these, to overlap them with their sums over the devices, and
     keep what they read: all activations, whatever `model.remat` says.
     """
-    if one_device():
-        return params, x
-    some, others = nnx.split_state(params, trained, ...)
-    some, x = _in_order(some, x)
-    return nnx.merge_state(some, others), x
+    return (params, x) if one_device() else _in_order(params, x)
 
 
 @partial(with_gradient, lambda *both: (both, None))

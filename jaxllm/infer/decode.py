@@ -223,13 +223,14 @@ def _programs(
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, streams):
         """number: tokens picked so far."""
-        embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
         rows = keys(streams)
 
         def step(i, carry):
             token, tokens, (arrays, seen) = carry
+            # Copies are variables of the loop, which a user's layer may change.
+            whole, model = (nnx.merge(graph, x, copy=True) for x in (params, matrices))
             positions = (lengths + number + i - 1)[:, None]
-            embedded = embedding(token[:, None], positions)
+            embedded = whole.embedding(token[:, None], positions)
             caches = [Cache(lengths + number + i, size, float8, layer) for layer in arrays]
             hidden, caches = model.advance(embedded, positions=positions, caches=caches)
             token, seen = pick(model, hidden, rows, number + i, seen)

@@ -201,14 +201,18 @@ class LanguageModel(Layer):
         # Generation has no backward pass, so nothing needs recomputation.
         remat = self.config.remat if caches is None else "none"
         trained = nnx.Param if self.config.adapters is None else nnx.LoRAParam
-        graphs, params = map(list, zip(*map(nnx.split, self.blocks), strict=True))
-        for i, graph in enumerate(graphs):
+        params = {}
+        for i, block in enumerate(self.blocks):
             # A block later their sums overlap with this block; long sequences leave no room for it.
             j = i + (axis_size("context") == 1)
-            if remat != "none" and 0 < i and j < len(graphs):  # block 0 is the last one backward
-                params[j], stream = in_order(params[j], stream, trained)
+            if remat != "none" and 0 < i and j < len(self.blocks):  # block 0 is the last backward
+                params[j], stream = in_order(nnx.state(self.blocks[j], trained), stream)
             where = positions, segment_ids, None if caches is None else caches[i]
-            stream, cache = run_block(graph, params[i], remat, stream, *where)
+            graph, state = nnx.split(block)  # only now: the block before may have changed it
+            state = nnx.merge_state(state, params.pop(i)) if i in params else state
+            stream, cache, changed = run_block(graph, state, remat, stream, *where)
+            if changed:
+                nnx.update(block, changed)
             yield stream, cache
 
     def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
@@ -291,14 +295,18 @@ def run_block(graph, params, remat: str, stream, *args):
     """Calls a split block on (stream, positions, segment_ids, cache); traces equal blocks once.
 
     remat: how much of the block the backward pass recomputes, a value of `model.remat`.
+    Returns (stream, cache, the variables that the layers changed or sowed).
     """
 
     def run(params, *args):
-        stream, cache = nnx.merge(graph, params)(*args)
+        block, arrays = nnx.merge(graph, params), jax.tree.leaves
+        before = {path: arrays(x) for path, x in nnx.to_flat_state(params)}
+        changed = lambda p, x: [*map(id, arrays(x))] != [*map(id, before.get(p, [None]))]
+        stream, cache = block(*args)
         if remat in ("mlp", "attention", "block"):
             # The backward pass keeps the input of each block: one array rather than two.
             stream = Stream(None, None, stream.sum())
-        return stream, cache
+        return stream, cache, nnx.state(block, changed)
 
     if remat != "none":
         run = jax.checkpoint(run, policy=_SAVED[remat])

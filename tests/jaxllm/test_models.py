@@ -11,9 +11,9 @@ from flax import nnx
 from kernel_checks import kernels_run_here
 from tiny_models import NEEDED, tiny
 
-from jaxllm.config import MODEL_CONFIGS, load
+from jaxllm.config import MODEL_CONFIGS, SampleConfig, load
 from jaxllm.infer import decode
-from jaxllm.layers import MLP, Linear
+from jaxllm.layers import MLP, GatedMLP, Linear
 from jaxllm.models import MODELS, create, flops_per_token
 from jaxllm.models.llama3 import Llama3
 from jaxllm.models.vlstm import VLSTM
@@ -363,6 +363,55 @@ def test_parameters_and_results_have_their_dtypes_under_stricter_settings(kind):
         assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         assert jax.tree.leaves(shapes()) == jax.tree.leaves(expected)
+
+
+class Busy(GatedMLP):
+    """Sows its input, counts its calls, and draws random numbers from a stream of all blocks."""
+
+    def __init__(self, *given, random, **options):
+        super().__init__(*given, **options)
+        self.random, self.calls = random, nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x, *, norm=None):
+        self.sow(nnx.Intermediate, "seen", x)
+        self.calls[...] += 1
+        return super().__call__(x) * jax.random.bernoulli(self.random.drop(), 0.5, x.shape)
+
+
+def busy(**options):
+    mlps = functools.partial(Busy, random=nnx.Rngs(drop=0))
+    own = type("Own", (Llama3,), dict(mlps=mlps))
+    return own(tiny("llama3", **options), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_what_layers_change_or_sow_in_a_block_stays(remat):
+    """A block was called as a copy: each call dropped the same, and what it sowed was lost."""
+    model, by_hand, tokens = busy(remat=remat), busy(), jnp.arange(10).reshape(2, 5)
+    y, inputs = by_hand.embedding(tokens), []
+    for block in by_hand.blocks:
+        y += block.attention(block.norm_1(y))
+        inputs.append(block.norm_2(y))
+        with pytest.warns(DeprecationWarning, match="sow"):
+            y += block.mlp(inputs[-1])
+    found, seen = nnx.capture(model.hidden, nnx.Intermediate)(tokens)
+    np.testing.assert_allclose(found, by_hand.norm(y), atol=1e-5)
+    for i, x in enumerate(inputs):
+        np.testing.assert_allclose(seen["blocks"][i]["mlp"]["seen"][0], x, atol=1e-5)
+    loss = lambda model: nnx.capture(model.loss, nnx.Intermediate)(tokens, tokens)
+    step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+    (first, seen), _ = step(model)
+    assert step(model)[0][0] != first
+    assert len(seen["blocks"]) == 2
+    assert [int(block.mlp.calls[...]) for block in model.blocks] == [3, 3]
+    assert model.blocks[0].mlp.random.drop.count[...] == 6
+
+
+def test_generation_leaves_what_layers_change():
+    graph, state = nnx.split(busy())
+    with pytest.warns(DeprecationWarning, match="sow"):
+        assert len(decode.generate(graph, state, [1, 2], SampleConfig(tokens=3))) == 3
+    assert state["blocks"][0]["mlp"]["calls"][...] == 0
 
 
 @pytest.mark.parametrize(

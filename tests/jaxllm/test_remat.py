@@ -169,7 +169,7 @@ def test_recomputation_changes_no_gradient(kind):
     def gradients(remat):
         def loss(params, branch, residual):
             stream = Stream(branch, None, residual)
-            stream, _ = run_block(graph, params, remat, stream, jnp.arange(21), None, None)
+            stream, *_ = run_block(graph, params, remat, stream, jnp.arange(21), None, None)
             return (stream.sum() * weights).sum()
 
         with jax.default_matmul_precision("highest"):
@@ -215,8 +215,6 @@ def barriers(remat: str, **mesh) -> int:
 def test_several_devices_keep_activations_of_few_blocks(remat, mesh, blocks, monkeypatch):
     """Gradients end with their block, or one block later; XLA would postpone them all."""
     ordered = barriers(remat, **mesh)
-    monkeypatch.setattr(
-        language_model, "in_order", lambda params, stream, trained: (params, stream)
-    )
+    monkeypatch.setattr(language_model, "in_order", lambda params, stream: (params, stream))
     arrays_of_a_block = 9 + 1  # and the gradient of the stream
     assert ordered - barriers(remat, **mesh) == blocks * arrays_of_a_block
