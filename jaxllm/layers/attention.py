@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer
+from jaxllm.layers.layer import Layer, plain
 from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, Norm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
@@ -139,7 +139,10 @@ class Attention(Layer):
 
     def _norm_weights(self):
         """The weights (D,) of q_norm and k_norm, which every device needs; () without them."""
-        return tuple(norm.weight[...] for norm in (self.q_norm, self.k_norm) if norm is not None)
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        if not all(plain(x, RMSNorm, "centered") and x.eps == norms[0].eps for x in norms):
+            raise ValueError("q_norm and k_norm are not called: use an RMSNorm of the same eps")
+        return tuple(norm.weight[...] for norm in norms)
 
     def _normed(self, x, weight) -> jnp.ndarray:
         """The RMS norm of each head of x."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxllm import sharding
 from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
-from jaxllm.layers.layer import Layer
+from jaxllm.layers.layer import Layer, plain
 from jaxllm.layers.norm import TOKENS, Norm
 from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
@@ -219,7 +219,6 @@ class Linear(Layer):
         self.bias = nnx.Param(zeros, axes=bias_axes) if bias else None
         self.axes, self.fp8 = axes, fp8
         self.in_features, self.implementation = in_features, implementation
-        self.plain = type(self).__call__ is Linear.__call__  # no op may replace a subclass's call
         adapts = lora is not None and lora.adapts(name)
         self.adapter = Adapter(shape, self.axes, lora, rngs=rngs) if adapts else None
 
@@ -265,12 +264,12 @@ class Linear(Layer):
     @property
     def joins(self) -> bool:
         """Whether a larger op can take the matrix; otherwise this layer best adds its own bias."""
-        return self.plain and self.adapter is None and self.held.joins
+        return plain(self, Linear) and self.adapter is None and self.held.joins
 
     @property
     def row(self) -> jax.Array | QuantizedWeight | None:
         """The weight as row_linear takes it, or None."""
-        return self.held.row if self.plain and self.adapter is None else None
+        return self.held.row if plain(self, Linear) and self.adapter is None else None
 
 
 def fused_linear(
@@ -283,7 +282,7 @@ def fused_linear(
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
     held = layers[0].held
-    if not (isinstance(held, Dense) and all(layer.plain for layer in layers)):
+    if not (isinstance(held, Dense) and all(plain(layer, Linear) for layer in layers)):
         return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.held.matrix(x.dtype), SHARDS, "tensor") for layer in layers]

@@ -37,7 +37,6 @@ class Norm(Layer):
         self.weight = nnx.Param(jnp.ones(features, jnp.float32), axes=())
         self.bias = nnx.Param(jnp.zeros(features, jnp.float32), axes=()) if self.centered else None
         self.eps, self.dtype, self.implementation = eps, dtype, implementation
-        self.plain = type(self).__call__ is Norm.__call__  # as of Linear
 
     def _parameters(self) -> list[Float[Array, " C"]]:
         return [p[...] for p in (self.weight, self.bias) if p is not None]

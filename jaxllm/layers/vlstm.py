@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer
+from jaxllm.layers.layer import Layer, plain
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
 from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
@@ -79,7 +79,7 @@ class VLSTMLayer(Layer):
         """
         self.q.check(x, "B T C")
         # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
-        joins = axis_size("context") == 1
+        joins = axis_size("context") == 1 and plain(self.norm, HeadLayerNorm)
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
         # Side by side: each of two matmuls would read all of x for a few columns.  In float32: near

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config import IGNORE, ModelConfig
 from jaxllm.layers import MLP, Attention, Embedding, GatedMLP, Linear, VLSTMLayer
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer
+from jaxllm.layers.layer import Layer, plain
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.sharding import BATCH, PARTS, SHARDS, P, axis_size, constrain, in_order, per_device
@@ -45,10 +45,10 @@ class Stream(NamedTuple):
             return self.residual
         return self.residual + plus(self.branch, self.bias).astype(self.residual.dtype)
 
-    def normed(self, norm: Norm) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+    def normed(self, norm: Any) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) for the sum s, in one pass unless the branch is wider than the residual."""
-        s = self.residual
-        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype or not norm.plain:
+        s, own = self.residual, not plain(norm, Norm)
+        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype or own:
             return norm(s := self.sum()), s
         return norm.add(self.branch, s, self.bias)
 
@@ -72,7 +72,7 @@ class Block(Layer):
         mixer, x = getattr(self, self.mixer), stream.residual
         further = cache is not None and cache.arrays is not None and stream.branch is None
         further = further and {type(mixer).with_cache, type(self.mlp).__call__} <= _OF_ROW
-        norm_1, norm_2 = (norm if norm.plain else None for norm in (self.norm_1, self.norm_2))
+        norm_1, norm_2 = (x if plain(x, Norm) else None for x in (self.norm_1, self.norm_2))
         # The next token of one row, where an op takes 2 us or more however little it does: kernels
         # of the layers take norms and sums, too.
         if further and norm_1 and norm_2 and mixer.takes_row(x) and self.mlp.takes_row(x):
@@ -243,10 +243,12 @@ class LanguageModel(Layer):
         positions, segment_ids: as in `hidden`.
         """
         labels, ignored = ids.labels(labels, IGNORE)
-        if (head := self.head) is None:
+        head, biased = self.head, getattr(self.head, "bias", None) is not None
+        last: tuple = (self.embedding, Embedding, "logits") if head is None else (head, Linear)
+        if biased or not (plain(*last) and plain(self, LanguageModel, "hidden", "logits")):
+            raise ValueError(f"no loss has this {type(self).__name__}'s logits: use cross_entropy")
+        if head is None:
             embedded, (weight, total) = self.embedding.with_table(tokens, positions)
-        elif not head.plain:
-            raise ValueError(f"no loss calls a {type(head).__name__}: use cross_entropy of logits")
         else:
             embedded, (weight, total) = self.embedding(tokens, positions), head.held.operands()
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]

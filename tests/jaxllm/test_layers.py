@@ -23,8 +23,9 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import COLUMNS, ROWS, fan_out
-from jaxllm.models import create
+from jaxllm.models import MODELS, create
 from jaxllm.sharding import P, spec_of
 
 WIDE = partial(Linear, std=0.5)
@@ -370,6 +371,75 @@ def test_a_subclass_computes_what_its_call_says(kind):
         y += getattr(each, each.mixer)(each.norm_1(y))
         y += each.mlp(each.norm_2(y))
     close(model.hidden(tokens), model.norm(y))
-    model.head = Doubled(32, 128, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="no loss calls a Doubled: use cross_entropy of logits"):
-        model.loss(tokens, tokens)
+
+
+class ShiftedHeads(HeadLayerNorm):
+    def __call__(self, x, gate):
+        return 3 + super().__call__(x, gate)
+
+
+def test_a_norm_of_heads_is_called_or_refused():
+    """The vLSTM's was called with a cache only, those of q and k never: their eps was q's."""
+    layer, x = VLSTMLayer(32, 2, rngs=nnx.Rngs(0)), normal(0, 2, 5, 32)
+    layer.norm = ShiftedHeads(2, 16)
+    close(layer(x), layer.with_cache(x, Cache(jnp.array([5, 5]), 8))[0])
+    for norm in (Shifted(16), LayerNorm(16), RMSNorm(16, eps=1e-3), lambda x: x):
+        attends = Attention(32, 2, qk_norm=1e-5, rngs=nnx.Rngs(0))
+        attends.k_norm = norm
+        with pytest.raises(ValueError, match="^q_norm and k_norm are not called: use an RMSNorm "):
+            attends(x)
+
+
+class Positive(nnx.Module):
+    def __call__(self, x):
+        return abs(x)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_any_module_may_be_a_norm(kind):
+    """It had no attribute `plain`."""
+    model, tokens = create(tiny(kind)), jnp.arange(10).reshape(2, 5)
+    for block in model.blocks:
+        block.norm_1, block.norm_2 = Positive(), nnx.RMSNorm(32, rngs=nnx.Rngs(0))
+    model.norm = Positive()
+    y = model.embedding(tokens)
+    for each in model.blocks:
+        y += getattr(each, each.mixer)(abs(y))
+        y += each.mlp(each.norm_2(y))
+    close(model.hidden(tokens), abs(y))
+    caches = [Cache(jnp.array([5, 5]), 8) for _ in model.blocks]
+    close(model.advance(model.embedding(tokens), caches=caches)[0], abs(y))
+
+
+class Scaled(Embedding):
+    def __call__(self, *given):
+        return 2 * super().__call__(*given)
+
+
+class Sharper(Embedding):
+    def logits(self, *given):
+        return 2 * super().logits(*given)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_a_loss_of_other_logits_is_refused(kind):
+    """The loss had the logits of the weights alone, unlike a call and generation."""
+    config, tokens, rngs = tiny(kind), jnp.arange(10).reshape(2, 5), nnx.Rngs(0)
+    twice = lambda name: (
+        lambda self, *given, **options: 2 * getattr(super(own, self), name)(*given, **options)
+    )
+    refused = pytest.raises(ValueError, match="^no loss has this .*'s logits: use cross_entropy$")
+    for name in ("logits", "hidden", "__call__"):
+        own = type("Own", (MODELS[kind],), {name: twice(name)})
+        with refused:
+            own(config, rngs=rngs).loss(tokens, tokens)
+    model = create(config)
+    for part in (Scaled(128, 32, max_seq_len=32, rngs=rngs), Sharper(128, 32, rngs=rngs)):
+        if kind == "gpt2":
+            model.embedding = part
+            with refused:
+                model.loss(tokens, tokens)
+    for part in (Doubled(32, 128, rngs=rngs), Linear(32, 128, bias=True, rngs=rngs)):
+        model.head = nnx.data(part)
+        with refused:
+            model.loss(tokens, tokens)
