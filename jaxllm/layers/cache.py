@@ -6,7 +6,7 @@ import jax
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cache:
     """The cache of one layer before a call; the layer returns the cache after it.
 
@@ -14,7 +14,7 @@ class Cache:
     per row, which follows its row's text: slot n of a row has the row's token n.
 
     lengths: (B,) int32, tokens of each row's text, including the call's.
-    size: number of slots for keys and values, at least T; a vLSTM ignores it.
+    size: slots for keys and values; a token beyond overwrites the last.  A vLSTM ignores it.
     float8: whether keys and values are kept in float8 (e4m3), divided by a scale of each row and
         head, instead of the dtype of the activations; a vLSTM ignores it.
     arrays: None before the first call; then keys and values (B, size, K, D), with float8 also

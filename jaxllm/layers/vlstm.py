@@ -148,6 +148,8 @@ class VLSTMLayer(Layer):
         return self.norm(h, o).reshape(x.shape), replace(cache, arrays=state)
 
     def _step(self, q, k, v, i, f, state):
+        if (t := q.shape[1]) != 1:
+            raise ValueError(f"T={t} tokens after the prompts: a call takes one token per row")
         q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
         # None, even where training asks for kernels, because this kernel has other limits.
         implementation = "xla" if self.implementation == "xla" else None

@@ -194,6 +194,8 @@ class LanguageModel(Layer):
             raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
         if caches is not None and segment_ids is not None:
             raise ValueError("segment_ids do not go with caches: pass one text a row")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"{len(caches)} caches do not fit {len(self.blocks)} blocks")
         # Here and in `loss`, because jit and shard_map would cut numpy's int64 to 32 bits.
         (segment_ids,) = ids.segments(segment_ids)
         positions = None if positions is None else ids.saturated("positions", positions)

@@ -138,6 +138,19 @@ def test_segments_with_a_cache_are_refused(name):
         model.advance(embedded, segment_ids=jnp.array([[0, 0, 1, 1]]), caches=caches)
 
 
+@pytest.mark.parametrize("name", ["llama3", "vlstm"])
+def test_caches_of_other_blocks_or_tokens_are_refused(name):
+    """Of too many the last were ignored; two tokens were `gate has shape (1, 2, ...)`."""
+    model, cache = create(tiny(name)), Cache(jnp.array([4]), 8)
+    embedded = model.embedding(jnp.zeros((1, 4), jnp.int32))
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"^{count} caches do not fit 2 blocks$"):
+            model.advance(embedded, caches=[cache] * count)
+    _, caches = model.advance(embedded, caches=[cache] * 2)
+    with pytest.raises(ValueError, match="T=2 (positions: .* needs 1|tokens .* takes one token)"):
+        model.advance(embedded[:, :2], caches=caches)
+
+
 def test_prompts_longer_than_their_cache_are_refused():
     layer, x = Attention(16, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 9, 16))
     with pytest.raises(ValueError, match="T=9 positions are more than the cache's size=8"):
