@@ -57,7 +57,7 @@ _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
     data_fields=["words", "scales", "offsets"],
     meta_fields=["shape", "bits", "group", "format"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is no bool
 class QuantizedWeight:
     """A (K, N) weight that `quantize` packed: a pytree of arrays, which the module defines."""
 
@@ -154,7 +154,7 @@ class QuantizedWeight:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is no bool
 class PlainWeight:
     """A (K, N) weight w' = codes s that is not packed; a pytree, made by `QuantizedWeight.plain`.
 

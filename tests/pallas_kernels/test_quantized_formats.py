@@ -140,6 +140,8 @@ def test_weights_that_are_not_finite_are_not_finite_afterwards():
 def test_a_weight_is_a_pytree_of_arrays():
     q = quantize(normal(0, (128, 64)), bits=4, symmetric=False)
     assert len(jax.tree.leaves(q)) == 3
+    assert q != jax.tree.map(jnp.copy, q)  # it was an array, whose truth value is ambiguous
+    assert q in {q}
     double = jax.jit(lambda q: jax.tree.map(lambda a: a, q))(q)
     np.testing.assert_array_equal(dequantize(double), dequantize(q))
     assert q.nbytes == 256 * 64 // 2 + 2 * 2 * 2 * 64  # a turn has 256 of k
