@@ -133,7 +133,7 @@ def orthogonal(matrices, dtype):
 class Watch(NamedTuple):
     """The history that detects spikes; part of the training state and of every checkpoint."""
 
-    losses: jax.Array  # (WINDOW,) fp32, losses of the last accepted updates, padded with inf
+    losses: jax.Array  # (WINDOW,) fp32, of the last accepted updates with labels, padded with inf
     skips: jax.Array  # () int32, updates skipped since the last accepted one
 
 
@@ -148,5 +148,5 @@ def check_update(
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if spike:  # until the window is full, the deviation is NaN and the comparison false
         good &= ~(loss > watch.losses.mean() + spike * watch.losses.std())
-    losses = jnp.where(good, jnp.append(watch.losses[1:], loss), watch.losses)
+    losses = jnp.where(good & (loss > 0), jnp.append(watch.losses[1:], loss), watch.losses)
     return good, Watch(losses, jnp.where(good, 0, watch.skips + 1))

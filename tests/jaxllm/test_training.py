@@ -205,9 +205,10 @@ def test_the_losses_in_the_window_define_spikes():
     assert not optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
     assert optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
     assert not optim.check_update(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
-    good, after = optim.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
-    assert int(after.skips) == 1
-    np.testing.assert_array_equal(after.losses, watch.losses)
+    for loss, skips in ((7.1, 1), (0.0, 0)):  # a spike, and a batch without a label
+        good, after = optim.check_update(watch, jnp.float32(loss), jnp.float32(1), 3.0)
+        assert int(after.skips) == skips
+        np.testing.assert_array_equal(after.losses, watch.losses)
 
 
 @pytest.mark.parametrize("layer", ["embedding", "blocks.1", "norm", "the gradient"])
