@@ -125,4 +125,4 @@ def main(argv: list[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         args.run(args)
 
-    return exit_status(run, interrupted="interrupted: run it again; `prepare` goes on from here")
+    return exit_status(run, interrupted="interrupted: run it again; `prepare` alone goes on")
