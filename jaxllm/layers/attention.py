@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer, plain
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
-from jaxllm.layers.norm import HEADS, Norm, RMSNorm
+from jaxllm.layers.norm import HEADS, Norm, RMSNorm, plain
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, ids, rms_norm, rope
 from pallas_kernels.dispatch import Implementation

@@ -19,8 +19,3 @@ class Layer(nnx.Module):
     """An nnx.Module whose arguments `help` shows."""
 
     __signature__ = _Signature()  # pyrefly: ignore[bad-override]
-
-
-def plain(layer: object, kind: type[Layer], *names: str) -> bool:
-    """Whether a layer has its kind's __call__ and other methods: a larger op may do the same."""
-    return all(getattr(type(layer), x, None) is getattr(kind, x) for x in ("__call__", *names))

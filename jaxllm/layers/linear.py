@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from jaxllm import sharding
 from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter, narrow_side_by_side
-from jaxllm.layers.layer import Layer, plain
-from jaxllm.layers.norm import TOKENS, Norm
+from jaxllm.layers.layer import Layer
+from jaxllm.layers.norm import TOKENS, Norm, plain
 from jaxllm.sharding import BATCH, SHARDS, P, axis_size, constrain, normal, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation

@@ -17,6 +17,11 @@ HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
 _ROUNDING = 1.01  # of y to its dtype
 
 
+def plain(layer: object, kind: type[Layer], *names: str) -> bool:
+    """Whether a layer has its kind's __call__ and other methods: a larger op may do the same."""
+    return all(getattr(type(layer), x, None) is getattr(kind, x) for x in ("__call__", *names))
+
+
 class Norm(Layer):
     """What both norms over the last axis of (B, T, C) share; a subclass says which.
 

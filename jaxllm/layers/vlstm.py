@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer, plain
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear, linear_of_row, takes_row
-from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm
+from jaxllm.layers.norm import HEADS, HeadLayerNorm, Norm, plain
 from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config import IGNORE, ModelConfig
 from jaxllm.layers import MLP, Attention, Embedding, GatedMLP, Linear, VLSTMLayer
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.layer import Layer, plain
-from jaxllm.layers.norm import Norm
+from jaxllm.layers.layer import Layer
+from jaxllm.layers.norm import Norm, plain
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.sharding import BATCH, PARTS, SHARDS, P, axis_size, constrain, in_order, per_device
 from pallas_kernels import ids, linear_cross_entropy
