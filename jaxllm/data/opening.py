@@ -228,8 +228,7 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
         return train, val
     if min(len(train), len(val)) >= window:
         return train, val
-    tokens = Tokens(train.parts + val.parts)
-    if len(tokens) < 2 * window:
+    if len(tokens := Tokens(train.parts + val.parts)) < 2 * window:
         raise InputError(
             f"the data has {counted(len(tokens), 'token')}, fewer than the {2 * window} of"
             f" one training and one validation window of {window} (seq_len + 1)"

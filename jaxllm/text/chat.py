@@ -97,8 +97,7 @@ def render(
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
     for part in re.split(f"({_START}.*?{_STOP})", marked, flags=re.DOTALL):
-        spoken = part.removeprefix(_START).removesuffix(_STOP)
-        if spoken != part:
+        if (spoken := part.removeprefix(_START).removesuffix(_STOP)) != part:
             spans.append((len(text), len(text) + len(spoken)))
         text += spoken
     return text, spans

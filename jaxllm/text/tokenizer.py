@@ -368,8 +368,7 @@ class Tokenizer:
         found, page = files.take_ids(folder), self._pages.generation
         generates = files.ids(page.get("eos_token_id"))
         named = generates or files.ids(found.get("eos_token_id"))
-        ends = named + sorted(self.ends - set(named))
-        if ends != named:
+        if (ends := named + sorted(self.ends - set(named))) != named:
             value = ends[0] if len(ends) == 1 else ends
             if generates:
                 write_json(folder / files.GENERATION, page | {"eos_token_id": value})

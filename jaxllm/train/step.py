@@ -88,6 +88,9 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         pads = config.model.padded_vocab_size - config.model.vocab_size  # rows of each table
         pads *= config.model.d_model * (1 if model.head is None else 2)
+        # A user's layer may use a matrix twice, and each use of a total would add all of it.
+        known = {type(x).__module__.partition(".")[0] for _, x in nnx.iter_modules(model)}
+        self.sums_in_place = mesh.size == 1 and known <= {"jaxllm", "flax"}
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params)) - pads
         self.lora = config.model.adapters
         self.packing = packing
@@ -339,7 +342,7 @@ class Trainer:
             return (sums[0] + loss, totals), None
 
         # On several devices gradients are summed over them first, so that no total crosses them.
-        add = add_in_place if self.mesh.size == 1 else add
+        add = add_in_place if self.sums_in_place else add
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
         return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
 

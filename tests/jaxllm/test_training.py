@@ -22,6 +22,8 @@ from jaxllm.config import (
 )
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
+from jaxllm.models import MODELS, abstract
+from jaxllm.models.llama3 import Llama3
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import lossy_stream
 from jaxllm.train import optim, verify
@@ -74,6 +76,28 @@ def test_gradient_accumulation_equals_the_large_batch(model):
     assert float(results[1][0]["loss"]) == pytest.approx(float(results[4][0]["loss"]), rel=1e-6)
     norms = [float(results[n][0]["grad_norm"]) for n in (1, 4)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class Looped(Llama3):
+    """Runs its blocks twice, and looks up a token more."""
+
+    def walk(self, embedded, **options):
+        *_, (stream, _) = super().walk(embedded, **options)
+        extra = self.embedding(jnp.zeros(embedded.shape[:2], jnp.int32))
+        yield from super().walk(stream.sum() + extra, **options)
+
+
+def test_parts_of_a_batch_may_use_a_matrix_twice(monkeypatch):
+    """Each use added the whole sum so far: the first parts counted several times."""
+    monkeypatch.setitem(MODELS, "llama3", Looped)
+    abstract.cache_clear()
+    gradients = []
+    for parts in (1, 2):
+        t = make(Llama3Config(**LLAMA, tie_embeddings=True), grad_accum=parts)
+        gradients.append(jax.jit(t._gradients)(t.init(), t.put_batch(random_batch())))
+    abstract.cache_clear()
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
