@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
         options: tokens, temperature, top_k, top_p, seed, as of the section `sample` in a
         configuration, min_p and repetition_penalty; their defaults are the folder's.
         """
-        graph, params = nnx.split(self.model, nnx.Param)
+        graph, params = nnx.split(self.model)
         ids = self.tokenizer.prompt(prompt)
         config = sampling(**self.tokenizer.sampling | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
@@ -55,7 +55,7 @@ class Loaded(NamedTuple):
         row = np.pad(ids, (0, width + 1 - len(ids)), constant_values=IGNORE)[None]
         with jax.set_mesh(None), jax.transfer_guard("allow"):
             tokens, labels = np.maximum(row[:, :-1], 0), row[:, 1:]
-            score = -float(_loss(*nnx.split(self.model, nnx.Param), tokens, labels))
+            score = -float(_loss(*nnx.split(self.model), tokens, labels))
         if not math.isfinite(score):
             raise RunError("the model's logits are not finite: load another checkpoint")
         return score

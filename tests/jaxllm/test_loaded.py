@@ -47,6 +47,9 @@ def test_a_folder_and_a_run_generate_and_score(tmp_path, name, capsys):
         assert generate.main(words.split()) == 0
         assert capsys.readouterr().out == f"{text}{found[-1]}\n"
     assert found[0] == found[1] != ""
+    model.blocks[0].mlp.calls = nnx.Variable(jnp.int32(0))  # of a user's; JAX had no place for it
+    assert loaded.generate(text, tokens=6, temperature=0) == found[0]
+    assert math.isclose(loaded.score(text), expected, rel_tol=0.01)
     page = tmp_path / "run" / "config.yaml"
     assert open_weights(page.parent, 0.0).step == 0
     with pytest.raises(InputError, match="holds no checkpoint of step '0'; it has 0$"):
