@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import secrets
+from itertools import accumulate
 from typing import Any
 
 import jinja2
@@ -19,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jaxllm.errors import InputError
 
 # They surround what {% generation %} renders; no text has them, as they differ in each process.
-_START, _STOP = (f"\ufdd0{secrets.token_hex(16)}\ufdd0" for _ in range(2))
+_START, _STOP = (f"\ufdd0{secrets.randbits(128)}\ufdd0" for _ in range(2))
 _json = functools.partial(json.dumps, ensure_ascii=False)  # Jinja2's own filter escapes HTML
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _CALLS = ("tool_calls", "function_call")
@@ -31,12 +32,12 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser):
-        line = next(parser.stream).lineno
+        at, context = next(parser.stream).lineno, nodes.ContextReference()
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_marked", [context]), [], [], body).set_lineno(at)
 
-    def _marked(self, caller) -> str:
-        return f"{_START}{caller()}{_STOP}"
+    def _marked(self, context, caller) -> str:
+        return caller() if _START in context else f"{_START}{caller()}{_STOP}"
 
 
 def _raise(message: str):
@@ -68,13 +69,17 @@ def render(
         if thoughts := [message[key] for key in _THOUGHTS if key in message]:
             messages[i] = {"thinking": thoughts[0]} | message | {_THOUGHTS[0]: thoughts[0]}
     parts = [str(x) for m in messages if (x := m.get("content")) and isinstance(x, list | dict)]
-    shown = lambda m: _compiled(template).render({"documents": None, **variables, "messages": m})
+    variables = {"documents": None} | variables
+    shown = lambda m, **more: _compiled(template).render(variables | {"messages": m} | more)
     try:
         marked = shown(messages)
         if (opened := _opened(messages, marked)) != messages:
             messages, marked = opened, shown(opened)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
+        said = re.split(f"{_START}|{_STOP}", marked)  # every second part in {% generation %}
+        if said[1:] and shown(messages, **{_START: True}) != "".join(said):
+            raise ValueError("{% generation %} must be around what is printed, after trim and such")
     except Exception as error:  # whatever the template does
         fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
@@ -95,12 +100,8 @@ def render(
             ' "content": null where it then shows them, and other roles as roles that it shows'
         )
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
-    marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
-    for part in re.split(f"({_START}.*?{_STOP})", marked, flags=re.DOTALL):
-        if (spoken := part.removeprefix(_START).removesuffix(_STOP)) != part:
-            spans.append((len(text), len(text) + len(spoken)))
-        text += spoken
-    return text, spans
+    text, ends = "".join(said).encode("utf-8", "replace").decode(), [*accumulate(map(len, said))]
+    return text, list(zip(ends[::2], ends[1::2], strict=False))
 
 
 def _opened(value: Any, shown: str) -> Any:

@@ -101,6 +101,16 @@ def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
         assert spoken.all()
 
 
+def test_what_a_template_does_to_marked_text_is_done_to_the_text():
+    """The marks kept `trim` from the spaces, and `length` counted them, unlike in transformers."""
+    template = "{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}"
+    said = lambda text: [{"role": "assistant", "content": text}]
+    for use, text in (("{{ x | trim }}", "a "), ("{{ x | length }}{{ x }}", "a")):
+        with pytest.raises(InputError, match="generation %} must be around what is printed"):
+            render(template + use, said(text), {})
+    assert render(template + "{{ x | trim | upper }}", said("a\ud800"), {}) == ("A?", [(0, 2)])
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_an_answer_of_weight_0_has_no_loss(tmp_path, marked):
     template = MASKS["templates"]["chatml"]
