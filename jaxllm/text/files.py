@@ -77,12 +77,11 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer
 # transformers' settings on which a text depends: those that we apply; others, and what is off.
 APPLIED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.fromkeys(
-    """
-    top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size bad_words_ids suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias penalty_alpha
-    exponential_decay_length_penalty dola_layers watermarking_config token_healing stop_strings
-    max_new_tokens min_length min_new_tokens max_time encoder_repetition_penalty
-    """.split()
+    """top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+    sequence_bias penalty_alpha exponential_decay_length_penalty dola_layers watermarking_config
+    token_healing stop_strings max_new_tokens min_length min_new_tokens max_time
+    encoder_repetition_penalty force_words_ids constraints""".split()
 )
 
 

@@ -152,7 +152,7 @@ _HARMLESS = re.compile(
     r"|_?attn_implementation\w*|_flash_attn_2_enabled|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
     r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?|early_stopping"
     r"|num_beam_groups|(diversity|length)_penalty|num_return_sequences|remove_invalid_values"
-    rf"|encoder_no_repeat_ngram_size|{'|'.join((*APPLIED, *OTHERS))}"
+    rf"|{'|'.join((*APPLIED, *OTHERS))}"
     r"|predict_special_tokens|id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
     r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|\w+_backend_name"

@@ -76,6 +76,10 @@ SAMPLING = [  # files, the settings of `Sampling`, and what stderr says
      " no_repeat_ngram_size=1"),
     ({"config": {"repetition_penalty": 2.0}, "generation_config": {"suppress_tokens": [7]}},
      {}, "not applied, remove them to silence this: suppress_tokens=[7]"),
+    ({"generation_config": {"encoder_no_repeat_ngram_size": 2, "force_words_ids": [[7]]}}, {},
+     "not applied, remove them to silence this: encoder_no_repeat_ngram_size=2,"
+     " force_words_ids=[[7]]"),
+    ({"config": {"encoder_no_repeat_ngram_size": 0, "constraints": None}}, {}, ""),
 ]  # fmt: skip
 
 
