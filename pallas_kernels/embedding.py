@@ -70,8 +70,7 @@ def encoder(
 
 def encoder_reference(tokens, wte, wpe, *, dtype=None):
     """The formula in jnp, in float32 (float64 for float64)."""
-    stat = mosaic.stat_dtype(wte.dtype)
-    tokens = jnp.clip(tokens, 0, wte.shape[0] - 1)
+    stat, tokens = mosaic.stat_dtype(wte.dtype), jnp.clip(tokens, 0, wte.shape[0] - 1)
     # Casting before the gather sums the gradient in float32; XLA fuses the cast.
     place = mosaic.place((tokens, slice(None)), (wte, slice(1, None)))
     y = wte.astype(stat).at[tokens].get(out_sharding=place)

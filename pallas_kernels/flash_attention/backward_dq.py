@@ -64,7 +64,7 @@ def multiplies_delta(s: Schedule) -> bool:
 
     To begin with -delta, dP would take an instruction for each number; to begin with 0 takes none.
     """
-    return s.width <= 160
+    return s.width * s.columns <= 2**13
 
 
 def scratch(s: Schedule, has_dlse: bool) -> dict:
@@ -112,7 +112,7 @@ class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
     lse2: Any  # log-sum-exp in base 2
-    minus_delta: Any
+    minus_delta: Any  # what dP begins with, or what a wgmma adds
     q_ids: Any  # None without segments
 
 
@@ -274,30 +274,31 @@ def wait_for_keys(w: Worker, i: Item, n):
 def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem, values = w.schedule, w.smem, values_of(w)
-    slot, slot_of_v = s.slot(n), values.ring.slot(n)
+    slot, slot_of_v, joint = s.slot(n), values.ring.slot(n), multiplies_delta(s)
+    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
-    def add_dq(acc):
-        # Issue S = Q K^T and dP = dO V^T - delta in one accumulator: of two, ptxas stores the zeros
-        # of one.
-        def across(n, x, y):
-            plgpu.wgmma(acc.at[:, pl.ds(n * s.columns, s.columns)], x, y.transpose((1, 0)))
-
+    def add_dq(acc, dp_acc=None):
+        # Issue S = Q K^T and dP = dO V^T - delta.
+        s_acc = acc
+        if joint:  # in one accumulator: of two, ptxas would store the zeros of one
+            s_acc, dp_acc = (acc.at[:, pl.ds(at, s.columns)] for at in (0, s.columns))
         here = steps.unsettled(i, s, n)
         v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
-        across(0, smem.q.at[here], smem.kv.at[slot])
-        across(1, smem.do.at[here], v)
-        if multiplies_delta(s):
-            across(1, smem.delta.at[w.wg], smem.ones.at[w.wg])
+        across(s_acc, smem.q.at[here], smem.kv.at[slot])
+        if not joint:
+            values.ring.wait(n)
+            dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
+        across(dp_acc, smem.do.at[here], v)
+        if joint:
+            across(dp_acc, smem.delta.at[w.wg], smem.ones.at[w.wg])
         # Compute P under dP.
-        scores = plgpu.wgmma_accumulator_load(acc, wait_n=1 + multiplies_delta(s))[:, : s.columns]
+        scores = plgpu.wgmma_accumulator_load(acc, wait_n=1 + joint)[:, : s.columns]
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
         if waits_after_p(s):
             wait_for_keys(w, i, n + 1)
         # Compute dS.
-        dp = acc[...][:, s.columns :]
-        if not multiplies_delta(s):
-            dp = dp + along(rows.minus_delta, dp.shape, 0)
+        dp = acc[...][:, s.columns :] if joint else dp_acc[...]  # less delta
         if masked and s.segmented:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
@@ -308,8 +309,10 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
 
     if not waits_after_p(s):  # outside: with a wait before the wgmma ptxas would store its zeros
         plgpu.barrier_wait(smem.k_full.at[slot])
-    values.ring.wait(n)
-    pl.run_scoped(add_dq, plgpu.ACC((ROWS, 2 * s.columns), jnp.float32))
+    if joint:
+        values.ring.wait(n)
+    accs = 1 if joint else 2
+    pl.run_scoped(add_dq, *[plgpu.ACC((ROWS, 2 // accs * s.columns), jnp.float32)] * accs)
 
 
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):

@@ -110,8 +110,7 @@ def values_of(w: Worker) -> Operand:
 def load_q(w: Worker, item, side=0):
     s, smem = w.schedule, w.smem
     row, (batch, head) = s.where(item)
-    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
-    at = side * s.wgs + w.wg
+    rows, at = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS), side * s.wgs + w.wg
     plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], w.tma.qo.at[at], smem.q_bars.at[at])
     if s.segmented:
         ids = w.inputs.q_ids.at[batch, rows]

@@ -177,8 +177,7 @@ def _in_jnp(operands, segment_ids, **options):
 
 def _logits(q, k, mask, scale, softcap):
     """(logits (B, K, G, T, S), -inf where masked; d logits / d(scale q k^T), None for 1)."""
-    x = _einsum("btkgd,bskd->bkgts", q, k) * scale
-    slope = None
+    x, slope = _einsum("btkgd,bskd->bkgts", q, k) * scale, None
     if softcap is not None:
         tanh = jnp.tanh(x / softcap)
         x, slope = softcap * tanh, 1 - tanh * tanh

@@ -1,12 +1,23 @@
 """Which tiles a block of attention visits, and which block works on what."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_inputs import BF16, packed
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels import mosaic
+from pallas_kernels.flash_attention import (
+    backward_dkv,
+    backward_dq,
+    forward,
+    masks,
+    schedule,
+)
 from pallas_kernels.flash_attention.masks import Visits
 
 # ---- visited tiles ---------------------------------------------------------------------------
@@ -95,3 +106,37 @@ def test_cost_of_a_block_is_what_it_visits():
     assert schedule.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
     full = Visits((300, 300), False, None, 64)
     assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
+
+
+# ---- shared memory ---------------------------------------------------------------------------
+
+
+def bytes_of(memory) -> int:
+    match memory:
+        case dict():
+            return sum(map(bytes_of, memory.values()))
+        case plgpu.Barrier():
+            return 8 * math.prod(np.atleast_1d(memory.num_barriers))
+        case plgpu.RefUnion():
+            return max(map(bytes_of, memory.refs))
+        case None:
+            return 0
+    return math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("d", [*range(16, 129, 16), *range(160, 257, 32)])
+def test_every_head_dimension_fits_into_shared_memory(monkeypatch, d, segmented):
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 132)  # long calls, with several items a block
+    rows = functools.partial(backward_dq.scratch, has_dlse=True)
+    for kv_heads, softcap in ((8, None), (8, 30.0), (32, None)):
+        q, k = (jax.ShapeDtypeStruct((4, 4096, heads, d), BF16) for heads in (32, kv_heads))
+        call = schedule.Call((4096, 4096), d, True, 1.0, None, softcap, segmented)
+        of_keys = backward_dkv.tiles(d, 32 // kv_heads, softcap)
+        for tiles, scratch, by_keys in (
+            (forward.tiles(d, segmented), forward.scratch, False),
+            (backward_dq.tiles(d, segmented), rows, False),
+            (of_keys, backward_dkv.scratch, True),
+        ):
+            taken = bytes_of(scratch(schedule.schedule_of(q, k, tiles, call, by_keys)))
+            assert taken <= 227 * 1024 - 512  # of the 227 KiB of a block; the rest is for alignment
