@@ -62,14 +62,14 @@ VLSTM = (
 @pytest.mark.parametrize(
     ("spec", "gpu", "bytes_", "kernels"),
     [
-        ("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
+        slow("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
         ("attention:0:0", "sm_120", 0, ATTENTION),  # D 64
         ("layer_norm:0:0", "sm_80", 0, ("layer_norm_backward",)),
         slow("layer_norm:2:0", "sm_80", 0, ("gated_layer_norm_backward",)),
         slow("layer_norm:2:0", "sm_90", 0, ("gated_layer_norm_backward",)),
         ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
         slow("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
-        ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
+        slow("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         slow("vlstm:1:1", "sm_90", 0, VLSTM),  # 256, 512
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
         slow("vlstm:2:0", "sm_80", 0, VLSTM),
@@ -117,7 +117,7 @@ CASTS = {"fp8_maximum", "quantize_fp8"}
     ("spec", "kernels"),
     [
         ("fp8_linear:0:0", CASTS),
-        ("mlp:2:0", CASTS | {"swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"}),
+        slow("mlp:2:0", CASTS | {"swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"}),
         slow("mlp:3:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
         slow(
             "linear_cross_entropy:1:0",
