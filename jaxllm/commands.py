@@ -51,8 +51,7 @@ def main(argv=None):
 
 def run(name, words=None):
     """Runs a command on its arguments (None: this process's); returns its exit status."""
-    lack = _lack()
-    if lack:
+    if lack := _lack():
         return _error(lack)
     kernels = os.environ.get("JAXLLM_KERNELS", "")
     if kernels not in ("", "general"):  # pallas_kernels/dispatch.py

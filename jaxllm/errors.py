@@ -50,8 +50,7 @@ def out_of_memory(e: Exception) -> bool:
 
 def in_short(e: Exception) -> str:
     """An exception of Orbax or TensorStore in a line, without TensorStore's details."""
-    words = " ".join(str(e).split())
-    if "No space left on device" in words:
+    if "No space left on device" in (words := " ".join(str(e).split())):
         return "the disk is full: free some space"
     return f"{type(e).__name__}: {words.partition(_DETAILS)[0][:200]}"
 

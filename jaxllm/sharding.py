@@ -292,8 +292,7 @@ def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSha
 
     Returns `sharding` if there is no such axis or only one replica.
     """
-    replicas = sharding.mesh.shape["data"]
-    if replicas == 1:
+    if (replicas := sharding.mesh.shape["data"]) == 1:
         return sharding
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     for i, size in enumerate(sharding.shard_shape(shape)):

@@ -87,8 +87,7 @@ def progress_bar(what: str, total: int, size: bool = True) -> Iterator[Callable[
     from rich import progress
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if is_interactive(console):
+    if is_interactive(console := Console(stderr=True)):
         sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
         columns = [progress.TextColumn("{task.description}"), progress.BarColumn()]
         columns += sizes if size else [progress.MofNCompleteColumn()]

@@ -31,8 +31,7 @@ class _Loader(yaml.SafeLoader):
                 if value.id == "sequence":  # of which PyYAML 6.0.4 takes the last, others the first
                     raise yaml.YAMLError(f"<< takes one anchor, not a list{key_node.start_mark}")
                 continue
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
+            if not isinstance(key := self.construct_object(key_node, deep=True), str):
                 raise yaml.YAMLError(f"key {key!r} is not a name{key_node.start_mark}")
             if key in seen:
                 raise yaml.YAMLError(f"key {key} is given twice{key_node.start_mark}")

@@ -53,8 +53,7 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             f"is in no known form (it has {', '.join(given) or 'nothing'}): a conversation is"
             " messages, conversations, prompt and completion, or instruction and output"
         )
-    system = given.get("system") or given.get("system_prompt", "")
-    if not isinstance(system, str):
+    if not isinstance(system := given.get("system") or given.get("system_prompt", ""), str):
         raise InputError(f"system={system!r:.50} must be text")
     if system and messages and messages[0]["role"] != "system":
         messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)

@@ -215,8 +215,7 @@ def _choose(paths: list[Path], root: Path, reasons: dict[Path, str]) -> Found:
     for path in sorted(set(paths)):
         if path in reasons:
             continue
-        identity = _identity(path)
-        if identity is None or not path.is_file():
+        if (identity := _identity(path)) is None or not path.is_file():
             reasons[path] = "no file (a broken link, a pipe)"
         elif not os.access(path, os.R_OK):
             reasons[path] = "unreadable"
@@ -264,8 +263,7 @@ def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
     """Yields (a file's content without gzip or zstd, the file, whose `tell` says what was read)."""
     try:
         with open(path, "rb") as file:
-            head = file.peek(4)[:4]
-            if head.startswith(b"\x1f\x8b"):
+            if (head := file.peek(4)[:4]).startswith(b"\x1f\x8b"):
                 yield BufferedReader(gzip.GzipFile(fileobj=file)), file
             # A frame of data, or one that a reader skips, such as pzstd's.
             elif head == b"\x28\xb5\x2f\xfd" or (head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):

@@ -35,8 +35,7 @@ class _Split:
         self._shards, tokens = state
         # Some may be newer than the state.
         for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.partial")):
-            index = int(path.stem.rpartition("_")[2])
-            if index == self._shards and tokens:
+            if (index := int(path.stem.rpartition("_")[2])) == self._shards and tokens:
                 path.rename(self._partial(index))
             elif index >= self._shards or path.suffix == ".partial":
                 path.unlink()
@@ -99,8 +98,7 @@ def prepare(source: Source, tokenizer: Tokenizer, args: Namespace) -> dict[str, 
     job = digest(VERSION, source.digest(cache_folder(None)), tokenizer.digest, *options)
     path = out / "prepare.json"
     with own(out), contextlib.ExitStack() as stack:
-        state = _begun(path, job)
-        if state["done"]:
+        if (state := _begun(path, job))["done"]:
             return state["tokens"]
         tokenizer.copy_to(out)
         write_json(path, state)  # from now on this job owns everything in the folder

@@ -159,8 +159,7 @@ class Source:
     def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
         for document, where, values, done in self._records([column], name, path):
-            text = values.get(column, 0)
-            if isinstance(text, bytes):  # of parquet
+            if isinstance(text := values.get(column, 0), bytes):  # of parquet
                 try:
                     text = text.decode()
                 except UnicodeDecodeError as error:

@@ -55,8 +55,7 @@ def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef,
 
     def held(_, p):
         dtype = config.compute_dtype if weights.packing is None and _is_matrix(p) else p.dtype
-        sharding = jax.NamedSharding(mesh, spec_of(p))
-        return jax.ShapeDtypeStruct(p.shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(p.shape, dtype, sharding=jax.NamedSharding(mesh, spec_of(p)))
 
     return graph, load_params(weights, map_params(params, held))
 

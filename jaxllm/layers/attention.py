@@ -216,8 +216,7 @@ def _to_float8(x, seen):
     number keeps three bits of its mantissa down to 1/1792 of that.  (A first token's may be tiny.)
     """
     x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
-    largest = jnp.max(jnp.abs(x), axis=(1, 3))
-    scale = jnp.maximum(largest, 1) / 28
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=(1, 3)), 1) / 28
     return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 
 

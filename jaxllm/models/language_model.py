@@ -60,8 +60,7 @@ class Block(Layer):
         """mixer: {its name, attention or vlstm: what makes it, given width and heads}."""
         ((self.mixer, make_mixer),) = mixer.items()
         rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
-        lora = config.adapters
-        linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=lora)
+        linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=config.adapters)
         options = dict(linear=linear, implementation=config.implementation, rngs=rngs)
         self.norm_1, self.norm_2 = make_norm(), make_norm()
         setattr(self, self.mixer, make_mixer(config.d_model, config.n_heads, **options))

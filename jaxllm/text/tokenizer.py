@@ -112,8 +112,7 @@ class Tokenizer:
         A name, even null, comes before the ids of config.json, and these before `otherwise`, what
         the post-processor adds or the only special token.
         """
-        names = self._pages.names()
-        if f"{kind}_token" in names:
+        if f"{kind}_token" in (names := self._pages.names()):
             name = names[f"{kind}_token"]
             return None if name is None else self._library.token_to_id(name)
         found = self._stated(self._pages.config, kind) or otherwise

@@ -157,8 +157,7 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     # Each block sums its two branches in both passes, and recomputation may repeat the first sum.
     sizes["tensor"] = 2 * share(tensor) * 5 * config.model.n_layers * 2 * stream
     # Queries, keys, values and outputs are exchanged in both passes; recomputation may repeat it.
-    model = config.model
-    if isinstance(model, VLSTMConfig):
+    if isinstance(model := config.model, VLSTMConfig):
         width = 2 * model.n_heads * (model.qk_dim + model.v_dim)
     else:
         width = 2 * (model.n_heads + getattr(model, "n_kv_heads", model.n_heads)) * model.head_dim

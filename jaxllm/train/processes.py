@@ -211,8 +211,7 @@ def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: in
 
     status = 1
     try:
-        status = exit_status(run)
-        if status in (0, STOPPED):
+        if (status := exit_status(run)) in (0, STOPPED):
             import jax
 
             jax.distributed.shutdown()  # waits for the others

@@ -254,8 +254,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         ours = known[theirs][0]
         if (dtype := file.get_slice(theirs).get_dtype()) not in DTYPES.split():
             raise InputError(f"{folder / ARRAYS}: {theirs} is {dtype}, not {DTYPES}")
-        x = file.get_tensor(theirs).T
-        if x.shape != shapes[ours]:
+        if (x := file.get_tensor(theirs).T).shape != shapes[ours]:
             raise InputError(
                 f"{folder / ARRAYS} is of another model than {path}: {theirs} is"
                 f" {list(x.T.shape)}, that model needs {list(shapes[ours])[::-1]}"

@@ -138,8 +138,7 @@ def _sums(x) -> tuple[jax.Array, jax.Array]:
 
     Both maps are one-to-one in each word, so a change of a single word changes both sums.
     """
-    x = jnp.asarray(x)
-    if x.dtype == bool:
+    if (x := jnp.asarray(x)).dtype == bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}"))
     words = words.astype(jnp.uint32)

@@ -200,8 +200,7 @@ class Page:
     def __init__(self, page: dict, path: Path | str, aliases: dict[str, str] | None = None):
         self.page, self.path, self._known = dict(page), path, set(aliases or ())
         for alias, key in (aliases or {}).items():
-            value = page.get(alias)
-            if value is None:
+            if (value := page.get(alias)) is None:
                 continue
             if page.get(key) not in (None, value):
                 raise InputError(f"{path}: {alias}={value!r} differs from {key}={page[key]!r}")
@@ -254,8 +253,7 @@ _YARN |= {"low_freq_factor": ("beta_slow", 1), "high_freq_factor": ("beta_fast",
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     # The names of transformers 4 and 5, which prefers the older one.
     old, new = page.get("rope_scaling", {}), page.get("rope_parameters", {})
-    rope = old or new
-    if not isinstance(rope, dict):
+    if not isinstance(rope := old or new, dict):
         raise InputError(f"{page.path}: rope_scaling={rope!r} is not an object with keys")
     rope = Page(rope, f"{page.path}: rope_scaling")
     for where in (page, rope):

@@ -32,8 +32,7 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     if (directory / PAGE).is_file():
         weights = PackedWeights(directory)
     elif (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-        weights = RunWeights(directory, step)
-        if weights.config.adapters is not None:
+        if (weights := RunWeights(directory, step)).config.adapters is not None:
             weights = adapters.of_run(weights, open_weights)
     elif (directory / adapters.PAGE).is_file():
         weights = adapters.of_peft(directory, open_weights)
