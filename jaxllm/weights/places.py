@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig
+from jaxllm.errors import InputError
+from jaxllm.models import abstract
 
 
 class Place(NamedTuple):
@@ -73,7 +75,13 @@ def places(config: ModelConfig) -> list[Place]:
     if config.type == "llama3":
         absent += ["q.bias", "k.bias", "v.bias"] * (not config.qkv_bias)
         absent += ["q_norm.weight", "k_norm.weight"] * (not config.qk_norm)
-    return [p for p in [*table, *found] if not p.ours[0].endswith(tuple(absent))]
+    found = [p for p in [*table, *found] if not p.ours[0].endswith(tuple(absent))]
+    theirs = {ours for place in found for ours in place.ours}
+    own = {name for name in named_params(abstract(config, "none")) if ".adapter." not in name}
+    if other := sorted(theirs ^ own):
+        verb, folder = "has" if other[0] in own else "lacks", f"a Hugging Face {config.type}"
+        raise InputError(f"this model {verb} {other[0]}, unlike {folder}")
+    return found
 
 
 def tied(config: ModelConfig) -> bool:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import slow
+from flax import nnx
 from huggingface_folders import (
     FIXTURES,
     PAGES,
@@ -33,6 +35,8 @@ import train
 from jaxllm import config as configs
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
+from jaxllm.models import MODELS
+from jaxllm.models.gpt2 import GPT2
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights import convert, huggingface, huggingface_config
 from jaxllm.weights import places as places_module
@@ -320,6 +324,29 @@ def test_a_run_of_a_model_that_transformers_lacks_is_read_but_not_converted(
     assert logits(made, [[1, 2, 3]]).shape == (1, 3, 67)
     message = "model.type=gpt2 cannot be converted: transformers has no such model"
     assert_refused(made, tmp_path / "out", message, capsys)
+
+
+def test_a_model_of_other_parameters_is_not_converted(tmp_path, monkeypatch, capsys):
+    """Its own parameters were dropped in silence; those that it lacks were a KeyError."""
+
+    def shared(config, **options):
+        model = GPT2(config, **options)
+        model.blocks[-1] = model.blocks[0]
+        return model
+
+    def scaled(config, **options):
+        model = GPT2(config, **options)
+        model.scale = nnx.Param(jnp.ones(()))
+        return model
+
+    theirs = folder_of(tmp_path / "theirs", "gpt2")
+    config = open_weights(theirs).config
+    for made, message in ((shared, "lacks blocks.1.attention.k.bias"), (scaled, "has scale")):
+        monkeypatch.setitem(MODELS, "gpt2", made)
+        message = f"this model {message}, unlike a Hugging Face gpt2"
+        with pytest.raises(InputError, match=f"^{message}$"):
+            places(config)  # of what is written
+        assert_refused(theirs, tmp_path / "out", message, capsys)
 
 
 @pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])
