@@ -20,10 +20,14 @@ def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> Language
     return MODELS[config.type](config, fp8=fp8, rngs=nnx.Rngs(seed))
 
 
-@functools.cache
 def abstract(config: ModelConfig, fp8: str) -> LanguageModel:
     """`create` with shapes for weights, once, as it takes 0.2 s for 24 blocks: never change it."""
-    return nnx.eval_shape(lambda: create(config, fp8=fp8))
+    return _abstract(MODELS[config.type], config, fp8)
+
+
+@functools.cache
+def _abstract(make, config, fp8):
+    return nnx.eval_shape(lambda: make(config, fp8=fp8, rngs=nnx.Rngs(0)))
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

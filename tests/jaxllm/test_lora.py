@@ -10,9 +10,9 @@ from lora_models import TARGETS, batch_of, loss_in_float64, plain_arrays, state_
 from tiny_models import tiny
 from training_runs import devices_run
 
+from jaxllm import models
 from jaxllm.config import Lora
 from jaxllm.layers.adapter import Adapter
-from jaxllm.models import abstract
 from jaxllm.train.estimate import equations
 from jaxllm.weights.places import named_params
 
@@ -108,7 +108,7 @@ def test_dropout_is_anew_each_step_and_the_same_in_recomputation():
 
 @pytest.mark.parametrize("kind", ["threefry2x32", slow("rbg")])
 def test_dropout_takes_the_keys_of_every_generator(kind):
-    abstract.cache_clear()  # its keys are of the generator of the first call
+    models._abstract.cache_clear()  # its keys are of the generator of the first call
     with jax.default_prng_impl(kind):
         trainer = trainer_of(dict(rank=4, dropout=0.5))
         shapes = [x.shape for x in jax.tree.leaves(trainer.abstract_keys)]
