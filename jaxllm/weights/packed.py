@@ -118,7 +118,7 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
         if own := packing and packing.of(name, variable.shape):
             return _packed(own, variable.shape)
         dtype = jnp.bfloat16 if packing else config.compute_dtype
-        dtype = jnp.float32 if len(variable.shape) == 1 else dtype
+        dtype = jnp.float32 if len(variable.shape) < 2 else dtype
         return jax.ShapeDtypeStruct(variable.shape, dtype)
 
     return map_params(base, hold)
@@ -144,9 +144,8 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     params = named_params(nnx.eval_shape(lambda: create_packed(config, packing)))
     for name, param in params.items():
         if (own := packing.of(name, param.shape)) is None:
-            wide = param.ndim == 1 or name.endswith(GATES)
-            dtype = jnp.dtype(jnp.float32 if wide else jnp.bfloat16)
-            found[name] = {name: (param.shape, dtype)}
+            wide = param.ndim < 2 or name.endswith(GATES)
+            found[name] = {name: (param.shape, jnp.dtype(jnp.float32 if wide else jnp.bfloat16))}
             continue
         try:
             weight = _packed(own, param.shape)

@@ -26,7 +26,7 @@ from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
-from jaxllm.weights.packed import PackedWeights, Packing, base_packing
+from jaxllm.weights.packed import PackedWeights, Packing, base_packing, frozen
 from jaxllm.weights.places import named_params
 from jaxllm.weights.pretrained import open_weights
 from pallas_kernels import QuantizedWeight, quantize
@@ -381,3 +381,11 @@ def test_damaged_and_foreign_folders_are_refused(packed, tmp_path, capsys):
     error_of(capsys, generate.main(words), "packed.safetensors cannot be read")
     with pytest.raises(InputError, match=r"packed\.safetensors"):
         PackedWeights(folder)
+
+
+def test_a_single_number_is_frozen_in_float32():
+    """A user's scale was rounded to bfloat16, unlike vectors."""
+    scale = nnx.State({"scale": nnx.Param(jnp.ones(()))})
+    config = tiny("llama3", compute_dtype="bfloat16")
+    for packing in (None, Packing("int", 8, None, True)):
+        assert frozen(scale, config, packing)["scale"].dtype == jnp.float32
