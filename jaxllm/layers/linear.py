@@ -282,7 +282,8 @@ def fused_linear(
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
     held = layers[0].held
-    if not (isinstance(held, Dense) and all(plain(layer, Linear) for layer in layers)):
+    alike = all(plain(layer, Linear) and type(layer.held) is type(held) for layer in layers)
+    if not (isinstance(held, Dense) and alike):
         return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.held.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
@@ -292,8 +293,7 @@ def fused_linear(
         of = lambda a, n: jnp.zeros(n, jnp.float32) if a.bias is None else a.bias[...]
         bias = _side_by_side(list(map(of, layers, widths)))
     y = replace(held, array=weight, axes=(None, "tensor"), total=None).times(x, bias, dtype, norm)
-    adapters = [layer.adapter for layer in layers]
-    if not any(adapters):
+    if not any(adapters := [layer.adapter for layer in layers]):
         return y
     # Side by side, too: the rows of B that belong to a layer are zero in the others' columns.
     each = zip(adapters, widths, strict=True)

@@ -289,6 +289,19 @@ def test_feed_forward_layers_match_their_formulas():
     close(gated(x), hidden @ gated.down.weight[...])
 
 
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
+def test_a_layer_keeps_its_own_fp8(name):
+    """The first of q, k and v, or `up`, decided for the others."""
+    linear = lambda *sizes, **options: WIDE(*sizes, **options, fp8=options["name"] != name)
+    x = normal(1, 2, 16, 32)
+    mlp = GatedMLP(32, 64, linear=linear, rngs=nnx.Rngs(0))
+    close(mlp(x), mlp.down(jax.nn.silu(mlp.gate(x)) * mlp.up(x)))
+    layer = Attention(32, 2, linear=linear, rngs=nnx.Rngs(0))
+    q, k, v = (each(x).reshape(2, 16, 2, 16) for each in (layer.q, layer.k, layer.v))
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    close(layer(x), layer.out(y.reshape(x.shape)))
+
+
 @pytest.mark.parametrize(
     ("kind", "activation", "rows", "d_ff", "fused"),
     [
