@@ -16,15 +16,22 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
 from jaxllm.config import IGNORE, Config, evaluated
+from jaxllm.errors import InputError
 from jaxllm.layers.adapter import DropoutKey, draw
 from jaxllm.layers.linear import Summed
+from jaxllm.layers.norm import plain
 from jaxllm.models import abstract, create
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.train import optim
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
+from jaxllm.weights.places import named_params
 from pallas_kernels.options import own_settings
 from pallas_kernels.totals import summed
 
+# The files of layers that use each of their matrices once.
+_ONCE = {"flax.nnx.helpers", "jaxllm.models.language_model"}
+_ONCE |= {f"jaxllm.layers.{x}" for x in "adapter attention embedding linear mlp norm vlstm".split()}
 NONE = nnx.State({})  # no copies, or no base
 
 
@@ -88,9 +95,14 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         pads = config.model.padded_vocab_size - config.model.vocab_size  # rows of each table
         pads *= config.model.d_model * (1 if model.head is None else 2)
-        # A user's layer may use a matrix twice, and each use of a total would add all of it.
-        known = {type(x).__module__.partition(".")[0] for _, x in nnx.iter_modules(model)}
-        self.sums_in_place = mesh.size == 1 and known <= {"jaxllm", "flax"}
+        for name, p in named_params(self.abstract_params).items():
+            if p.dtype != jnp.float32:
+                raise InputError(f"the model's {name} is {p.dtype}: make it a float32 parameter")
+        # Each use of a total adds all of it, so each matrix must be used once.
+        layers = {type(x).__module__ for path, x in nnx.iter_modules(model) if path}
+        once = layers <= _ONCE and plain(model, LanguageModel, "loss", "advance", "walk")
+        shared = len(jax.tree.leaves(model)) - len(jax.tree.leaves(self.abstract_params))
+        self.sums_in_place = mesh.size == 1 and once and not shared
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params)) - pads
         self.lora = config.model.adapters
         self.packing = packing
@@ -328,8 +340,7 @@ class Trainer:
             return loss, self._placed(grads, self.state_shardings.params)
 
         working = self._placed(self.working(state), self.working_shardings)
-        parts = self.config.train.grad_accum
-        if parts == 1:
+        if (parts := self.config.train.grad_accum) == 1:
             return grad(working, batch, 0)
         split = self._in_parts(batch, parts)
 

@@ -10,6 +10,7 @@ import pytest
 from cases import slow
 from flax import nnx
 from kernel_checks import names_in
+from tiny_models import tiny
 
 from jaxllm.config import (
     IGNORE,
@@ -21,8 +22,10 @@ from jaxllm.config import (
     VLSTMConfig,
 )
 from jaxllm.data.loader import documents
+from jaxllm.errors import InputError
 from jaxllm.infer import decode
 from jaxllm.models import MODELS, abstract
+from jaxllm.models.gpt2 import GPT2
 from jaxllm.models.llama3 import Llama3
 from jaxllm.sharding import make_mesh
 from jaxllm.terminal import lossy_stream
@@ -87,17 +90,69 @@ class Looped(Llama3):
         yield from super().walk(stream.sum() + extra, **options)
 
 
-def test_parts_of_a_batch_may_use_a_matrix_twice(monkeypatch):
+def shared(config, **options):
+    """Two blocks with one feed-forward layer."""
+    model = Llama3(config, **options)
+    model.blocks[-1].mlp = model.blocks[0].mlp
+    return model
+
+
+def replaced(name):
+    """A parameter that lacks what Linear says about its own."""
+
+    def make(config, **options):
+        model = Llama3(config, **options)
+        layer = getattr(model.blocks[0].mlp, name)
+        layer.weight = nnx.Param(layer.weight[...])
+        return model
+
+    return make
+
+
+# Like a model that was added to jaxllm.
+Added = type("Added", (Looped,), {"__module__": "jaxllm.models.added"})
+
+
+@pytest.mark.parametrize(
+    "made", [Looped, Added, shared, replaced("up"), slow(replaced("gate"))], ids=range(5)
+)
+def test_parts_of_a_batch_may_use_a_matrix_twice(made, monkeypatch):
     """Each use added the whole sum so far: the first parts counted several times."""
-    monkeypatch.setitem(MODELS, "llama3", Looped)
-    abstract.cache_clear()
+    monkeypatch.setitem(MODELS, "llama3", made)
     gradients = []
     for parts in (1, 2):
-        t = make(Llama3Config(**LLAMA, tie_embeddings=True), grad_accum=parts)
+        t = make(Llama3Config(**LLAMA | dict(n_layers=2), tie_embeddings=True), grad_accum=parts)
         gradients.append(jax.jit(t._gradients)(t.init(), t.put_batch(random_batch())))
-    abstract.cache_clear()
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_our_models_sum_gradients_in_place():
+    assert all(make(tiny(kind)).sums_in_place for kind in MODELS)
+
+
+def test_another_model_of_the_same_settings_is_not_the_old_one(monkeypatch):
+    """The step computed with the class that had been in MODELS before."""
+    config = tiny("gpt2")
+    monkeypatch.setitem(MODELS, "gpt2", type("Other", (GPT2,), {}))
+    assert type(abstract(config, "none")).__name__ == "Other"
+    monkeypatch.undo()
+    assert type(abstract(config, "none")) is GPT2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_a_parameter_of_another_dtype_is_refused(dtype, monkeypatch):
+    """The second step refused the dtypes of its arguments."""
+
+    class Other(GPT2):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            self.blocks[0].scale = nnx.data(nnx.Param(jnp.ones((), dtype)))
+
+    monkeypatch.setitem(MODELS, "gpt2", Other)
+    message = f"^the model's blocks.0.scale is {dtype}: make it a float32 parameter$"
+    with pytest.raises(InputError, match=message):
+        make(tiny("gpt2"))
 
 
 @pytest.mark.parametrize(
