@@ -194,8 +194,7 @@ def exit_status(
 
 def _no_device() -> str | None:
     """Why JAX has no device, which makes whatever needs one fail, or None."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if not platforms or "jax" not in sys.modules:
+    if not (platforms := os.environ.get("JAX_PLATFORMS")) or "jax" not in sys.modules:
         return None
     import jax
 

@@ -63,8 +63,7 @@ class Embedding(Layer):
         mosaic.check_axes("B T", tokens=tokens)
         positions = None if positions is None else ids.saturated("positions", positions)
         if self.wpe is not None:
-            wpe = self.wpe[...]
-            if tokens.shape[-1] > wpe.shape[0]:
+            if tokens.shape[-1] > (wpe := self.wpe[...]).shape[0]:
                 raise ValueError(
                     f"T={tokens.shape[-1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )

@@ -97,8 +97,7 @@ class LoadedRun:
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Reduces a curve to at most POINTS points: the lowest and the highest of each stretch."""
-    size = -(-len(points) * 2 // POINTS)
-    if size <= 2:
+    if (size := -(-len(points) * 2 // POINTS)) <= 2:
         return points
     kept = []
     for i in range(0, len(points), size):

@@ -30,12 +30,12 @@ from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
 from jaxllm.files import read_json, write_json
 from jaxllm.layers import Linear
-from jaxllm.models import create
+from jaxllm.models import abstract, create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
 from jaxllm.weights import checksums
 from jaxllm.weights.huggingface import TAGS, check_finite, open_safetensors, write_safetensors
-from jaxllm.weights.places import difference, map_params, named_params, tied
+from jaxllm.weights.places import difference, map_params, named_params
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
 
@@ -178,14 +178,14 @@ def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, a
     weights: their `param` is called once for each dotted path, in turn; it returns float32.
     about: further keys of packed.json, with `step`.
     """
-    parts = layout(config, packing)
+    parts, lends = layout(config, packing), abstract(config, "none").head is None
     plain, sums = {}, {}  # checksums of what is not packed; of all before packing or rounding
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
-            x = weights.param(TABLE).T if name == HEAD and tied(config) else weights.param(name)
+            x = weights.param(TABLE).T if name == HEAD and lends else weights.param(name)
             check_finite(x, name)
-            if not (name == HEAD and tied(config)):
+            if not (name == HEAD and lends):
                 sums.update(checksums.array_checksums({name: x}))
             if (own := packing.of(name, x.shape)) is not None:
                 packed = own.pack(jnp.asarray(x)).to_arrays()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from cases import slow
 from evaluation_run import TEXTS
 from flax import nnx
 from huggingface_folders import to_huggingface
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import tiny
 
 import train
@@ -22,11 +23,13 @@ from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
 from jaxllm.infer import decode, evaluate, generate
 from jaxllm.layers import GatedMLP, Linear
-from jaxllm.models import create
+from jaxllm.models import MODELS, create
+from jaxllm.models.gpt2 import GPT2
+from jaxllm.models.vlstm import VLSTM
 from jaxllm.sharding import make_mesh
 from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
-from jaxllm.weights.packed import PackedWeights, Packing, base_packing, frozen
+from jaxllm.weights.packed import PackedWeights, Packing, base_packing, frozen, write_packed
 from jaxllm.weights.places import named_params
 from jaxllm.weights.pretrained import open_weights
 from pallas_kernels import QuantizedWeight, quantize
@@ -389,3 +392,25 @@ def test_a_single_number_is_frozen_in_float32():
     config = tiny("llama3", compute_dtype="bfloat16")
     for packing in (None, Packing("int", 8, None, True)):
         assert frozen(scale, config, packing)["scale"].dtype == jnp.float32
+
+
+class Untied(GPT2):
+    tied = False
+
+
+class Tied(VLSTM):
+    tied = True
+
+
+@pytest.mark.parametrize(("kind", "of"), [("gpt2", Untied), ("vlstm", Tied)])
+def test_the_head_of_a_users_model_is_its_own(kind, of, tmp_path, monkeypatch):
+    """That of a GPT-2 was always the embedding, that of a vLSTM never."""
+    monkeypatch.setitem(MODELS, kind, of)
+    params = named_params(create(config := tiny(kind)))
+    weights = SimpleNamespace(param=lambda name: np.asarray(params[name][...]))
+    write_packed(tmp_path, config, Packing("int", 8, 32, True, ("int", 8)), weights, {"step": 0})
+    held = load_file(tmp_path / "packed.safetensors")
+    arrays = {name.removeprefix("head.weight."): x for name, x in held.items() if "head." in name}
+    found = dequantize(QuantizedWeight.from_arrays(arrays))
+    right = params["head.weight"] if of is Untied else params["embedding.wte"][...].T
+    np.testing.assert_allclose(found, right, atol=2e-3)
