@@ -69,7 +69,7 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     # The gradients lie as the parameters do.
     gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
     if trainer.config.train.grad_accum > 1:  # the float32 sum over the parts of the batch
-        gradients = parameters + gradients * (trainer.mesh.size > 1)
+        gradients = parameters + gradients * (not trainer.sums_in_place)
     if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # without a copy
         gathered = working_memory(trainer) - copies
     return {

@@ -133,7 +133,10 @@ class Trainer:
     def _draw(self) -> nnx.State:
         """The initial parameters, drawn from the seed."""
         if self.lora is None:
-            return nnx.state(create(self.config.model, seed=self.config.train.seed), nnx.Param)
+            params = nnx.state(create(self.config.model, seed=self.config.train.seed), nnx.Param)
+            # They are donated, and the array of a user's parameter may be another's, too.
+            ours = lambda p: "axes" in p.get_metadata()
+            return nnx.map_state(lambda _, p: p if ours(p) else jax.tree.map(jnp.array, p), params)
         leaves, structure = jax.tree.flatten(self.abstract_params)
         keys = jax.random.split(jax.random.key(self.config.train.seed), len(leaves))
         # A comes before B, which begins as zero.

@@ -140,6 +140,19 @@ def test_another_model_of_the_same_settings_is_not_the_old_one(monkeypatch):
     assert type(abstract(config, "none")) is GPT2
 
 
+def test_parameters_may_begin_as_one_array(monkeypatch):
+    """It was donated twice, and deleted for the next run."""
+    zero = jnp.zeros(())
+
+    class Scaled(GPT2):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            self.a, self.b = nnx.Param(zero), nnx.Param(zero)
+
+    monkeypatch.setitem(MODELS, "gpt2", Scaled)
+    assert make(tiny("gpt2")).init().params["a"].get_value() == zero
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 def test_a_parameter_of_another_dtype_is_refused(dtype, monkeypatch):
     """The second step refused the dtypes of its arguments."""
