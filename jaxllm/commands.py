@@ -51,7 +51,8 @@ def main(argv=None):
 
 def run(name, words=None):
     """Runs a command on its arguments (None: this process's); returns its exit status."""
-    if lack := _lack():
+    lack = _lack()
+    if lack:
         return _error(lack)
     kernels = os.environ.get("JAXLLM_KERNELS", "")
     if kernels not in ("", "general"):  # pallas_kernels/dispatch.py

@@ -126,8 +126,7 @@ def chart(
     axis, sizes, tokens = x_axis(runs)
     # Nats per token of different tokens cannot be compared.
     tokenizers = {str(run.about.get("tokenizer")) for run in runs}
-    in_bits = key == "loss" and len(tokenizers) > 1 and all(run.bits for run in runs)
-    if in_bits:
+    if in_bits := key == "loss" and len(tokenizers) > 1 and all(run.bits for run in runs):
         unit = unit.replace("nats per token", "bits per byte")
     read = lambda key: [
         [(s * size, v * ((in_bits and run.bits) or 1)) for s, v in run.points(key)]
