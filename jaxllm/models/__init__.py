@@ -44,4 +44,4 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     n = sum(p.size for path, p in params if p.ndim >= 2 and path not in tables)
     n -= (config.padded_vocab_size - config.vocab_size) * config.d_model
     trained = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
-    return 4 * n + 2 * (trained or n) + 3 * model.mixing_flops(seq_len)
+    return 4 * n + 2 * (trained if config.adapters else n) + 3 * model.mixing_flops(seq_len)

@@ -24,7 +24,7 @@ from jaxllm.config import (
 from jaxllm.data.loader import documents
 from jaxllm.errors import InputError
 from jaxllm.infer import decode
-from jaxllm.models import MODELS, abstract
+from jaxllm.models import MODELS, abstract, flops_per_token
 from jaxllm.models.gpt2 import GPT2
 from jaxllm.models.llama3 import Llama3
 from jaxllm.sharding import make_mesh
@@ -151,6 +151,19 @@ def test_parameters_may_begin_as_one_array(monkeypatch):
 
     monkeypatch.setitem(MODELS, "gpt2", Scaled)
     assert make(tiny("gpt2")).init().params["a"].get_value() == zero
+
+
+def test_low_rank_matrices_of_a_users_model_freeze_none(monkeypatch):
+    """The operations of a step were those of a model with only these trained."""
+
+    class Adapted(GPT2):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            self.a = nnx.LoRAParam(jnp.ones((4, 2)))
+
+    plain = flops_per_token(tiny("gpt2"), 16)
+    monkeypatch.setitem(MODELS, "gpt2", Adapted)
+    assert flops_per_token(tiny("gpt2"), 16) == plain + 6 * 4 * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
