@@ -277,7 +277,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     slot, slot_of_v, joint = s.slot(n), values.ring.slot(n), multiplies_delta(s)
     across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
-    def add_dq(acc, dp_acc=None):
+    def add_dq(acc, dp_acc: Any = None):
         # Issue S = Q K^T and dP = dO V^T - delta.
         s_acc = acc
         if joint:  # in one accumulator: of two, ptxas would store the zeros of one
