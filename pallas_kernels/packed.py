@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is no bool
+@dataclasses.dataclass(frozen=True)
 class Packed:
     """Several operands (B, T, heads, width) side by side in the columns of one array.
 
