@@ -311,8 +311,8 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         plgpu.barrier_wait(smem.k_full.at[slot])
     if joint:
         values.ring.wait(n)
-    accs = 1 if joint else 2
-    pl.run_scoped(add_dq, *[plgpu.ACC((ROWS, 2 // accs * s.columns), jnp.float32)] * accs)
+    widths = [2 * s.columns] if joint else [s.columns] * 2
+    pl.run_scoped(add_dq, *[plgpu.ACC((ROWS, width), jnp.float32) for width in widths])
 
 
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
@@ -363,7 +363,7 @@ def differentiate(w: Worker, i: Item):
 
 def body(w: Worker):
     if multiplies_delta(w.schedule):
-        ones = jnp.full((w.schedule.columns, 16), 1, jnp.bfloat16)
+        ones = jnp.ones(w.smem.ones.shape[1:], jnp.bfloat16)
         w.smem.ones[w.wg] = plgpu.layout_cast(ones, WGMMA)
         plgpu.commit_smem()
     steps.work_items(w, load_rows, differentiate)
