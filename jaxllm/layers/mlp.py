@@ -58,7 +58,7 @@ class _FeedForward(Layer):
         """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
         layers = *self._wide(), self.down
         biased = self.gate is not None and any(layer.bias is not None for layer in layers)
-        kinds = {(type(w := x.held), getattr(w, "total", None) is None) for x in layers}
+        kinds = {(type(w), getattr(w, "total", None) is None) for w in (y.held for y in layers)}
         if biased or len(kinds) > 1 or not all(layer.joins for layer in layers):
             return False
         held = self.up.held

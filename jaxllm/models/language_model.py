@@ -71,7 +71,7 @@ class Block(Layer):
         mixer, x = getattr(self, self.mixer), stream.residual
         further = cache is not None and cache.arrays is not None and stream.branch is None
         further = further and {type(mixer).with_cache, type(self.mlp).__call__} <= _OF_ROW
-        norm_1, norm_2 = (x if plain(x, Norm) else None for x in (self.norm_1, self.norm_2))
+        norm_1, norm_2 = (n if plain(n, Norm) else None for n in (self.norm_1, self.norm_2))
         # The next token of one row, where an op takes 2 us or more however little it does: kernels
         # of the layers take norms and sums, too.
         if further and norm_1 and norm_2 and mixer.takes_row(x) and self.mlp.takes_row(x):

@@ -154,7 +154,8 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         fixes["fix_mistral_regex"] = "save the tokenizer with transformers 5, then remove it"
     for key in fixes.keys() & {key for key, value in pages.tokenizer.items() if value}:
         raise InputError(f"{folder}: {key}=true is not supported; {fixes[key]}")
-    if dropout := getattr((library := _read(path, pages)).model, "dropout", None):
+    library = _read(path, pages)
+    if dropout := getattr(library.model, "dropout", None):
         raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)

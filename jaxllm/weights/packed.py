@@ -117,9 +117,8 @@ def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx
     def hold(name, variable):
         if own := packing and packing.of(name, variable.shape):
             return _packed(own, variable.shape)
-        dtype = jnp.bfloat16 if packing else config.compute_dtype
-        dtype = jnp.float32 if len(variable.shape) < 2 else dtype
-        return jax.ShapeDtypeStruct(variable.shape, dtype)
+        narrow = jnp.bfloat16 if packing else config.compute_dtype
+        return jax.ShapeDtypeStruct(variable.shape, narrow if variable.ndim > 1 else jnp.float32)
 
     return map_params(base, hold)
 
@@ -178,14 +177,14 @@ def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, a
     weights: their `param` is called once for each dotted path, in turn; it returns float32.
     about: further keys of packed.json, with `step`.
     """
-    parts, lends = layout(config, packing), abstract(config, "none").head is None
+    parts, tied = layout(config, packing), abstract(config, "none").head is None
     plain, sums = {}, {}  # checksums of what is not packed; of all before packing or rounding
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
-            x = weights.param(TABLE).T if name == HEAD and lends else weights.param(name)
+            x = weights.param(TABLE).T if name == HEAD and tied else weights.param(name)
             check_finite(x, name)
-            if not (name == HEAD and lends):
+            if not (name == HEAD and tied):
                 sums.update(checksums.array_checksums({name: x}))
             if (own := packing.of(name, x.shape)) is not None:
                 packed = own.pack(jnp.asarray(x)).to_arrays()
