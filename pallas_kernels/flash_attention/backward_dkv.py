@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, schedule, steps
-from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker, tiles_at
 from pallas_kernels.flash_attention.steps import Item, Operand, Step
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
@@ -65,7 +65,8 @@ def runs_on(s: Schedule) -> bool:
     ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
     warpgroup.
     """
-    return s.columns > ROWS or pairs_up(s) or (s.stages > 3 and s.visits.causal)
+    fits = s.stages > 3 and s.visits.causal and s.parts == 1
+    return s.columns > ROWS or pairs_up(s) or fits
 
 
 def scratch(s: Schedule) -> dict:
@@ -79,10 +80,10 @@ def scratch(s: Schedule) -> dict:
         do=s.buffer(s.stages, s.columns),
         minus_lse=stat,
         minus_delta=stat,
-        k_bars=plgpu.Barrier(num_arrivals=1 + s.segmented, num_barriers=own),
-        v_bars=plgpu.Barrier(num_barriers=own),
-        q_full=ring(num_arrivals=2 + s.segmented),
-        do_full=ring(num_arrivals=2),
+        k_bars=plgpu.Barrier(num_arrivals=s.parts + s.segmented, num_barriers=own),
+        v_bars=plgpu.Barrier(num_arrivals=s.parts, num_barriers=own),
+        q_full=ring(num_arrivals=s.parts + 1 + s.segmented),
+        do_full=ring(num_arrivals=s.parts + 1),
         free=ring(num_arrivals=s.wgs),  # one for Q and dO: a warpgroup leaves both at once
         k_ids=s.ids(own, ROWS),
         q_ids=s.ids(s.stages, s.columns),
@@ -115,10 +116,9 @@ def load_kv(w: Worker, item, side=0):
     s, smem = w.schedule, w.smem
     key0, (batch, kv_head) = s.where(item)
     rows, at = pl.ds(key0 + steps.set_of(w) * ROWS, ROWS), side * s.sets + steps.set_of(w)
-    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
-    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
-    plgpu.copy_gmem_to_smem(k, w.tma.k.at[at], smem.k_bars.at[at])
-    plgpu.copy_gmem_to_smem(v, w.tma.v.at[at], smem.v_bars.at[at])
+    copy = lambda ref, first, *to: schedule.copy_rows(w, ref, batch, rows, first + kv_head, *to)
+    copy(w.inputs.k, s.k_first, w.tma.k, at, smem.k_bars.at[at])
+    copy(w.inputs.v, s.v_first, w.tma.v, at, smem.v_bars.at[at])
     if s.segmented:
         ids = w.inputs.k_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
@@ -175,11 +175,6 @@ def pass_by(w: Worker, i: Item, g, low, high):
 
 
 # Compute P and dS, and add to dV and dK.
-
-
-def across(acc, rows, tile):
-    """acc += rows times a tile, transposed."""
-    plgpu.wgmma(acc, rows, tile.transpose((1, 0)))
 
 
 def column(ref, slot, half=None):
@@ -240,7 +235,7 @@ def store(w: Worker, i: Item, name: str, x):
     # Of two warpgroups that pair up each is the only reader of one of K and V.
     buffer = name if s.persistent else dict(dk="v", dv="k")[name]
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
-    x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
+    x, first = ([y * s.scale for y in x], s.k_first) if name == "dk" else (x, s.v_first)
     plgpu.commit_smem()  # all warps have read what was there
     schedule.store_rows(w, buffer, at, x, refs[name], i.batch, i.row, first + i.head)
 
@@ -262,7 +257,7 @@ def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
     k_ids = wait_for_k(w, i)
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc))
-    dk, dv = dk_acc[...], dv_acc[...]
+    dk, dv = ([acc[...] for acc in accs] for accs in (dk_acc, dv_acc))
     plgpu.wait_smem_to_gmem(0)  # the block before has left
     store(w, i, "dk", dk)
     store(w, i, "dv", dv)
@@ -273,13 +268,14 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     s, smem = w.schedule, w.smem
     here = steps.unsettled(i, s, step.n)
     halves = [pl.ds(side * ROWS, ROWS) for side in range(s.columns // ROWS)]
-    q, do = ([ref.at[slot, rows] for rows in halves] for ref in (smem.q, smem.do))
+    q, do = ([tiles_at(x, slot, rows) for rows in halves] for x in (smem.q, smem.do))
+    k, v = tiles_at(smem.k, here), tiles_at(smem.v, here)
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
     def add(scores, dp_acc, half, wait_n):
         """Computes P under dP, dS under dV, and begins to accumulate dV; returns dS."""
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, half)
-        plgpu.wgmma(dv_acc, p.astype(s.dtype), do[half])
+        schedule.over_rows(dv_acc, p.astype(s.dtype), do[half])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # less delta
         return masks.d_scores(p, dp, slope).astype(s.dtype)
 
@@ -289,27 +285,27 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
             s_acc[...] = column(smem.minus_lse, slot)
             plgpu.barrier_wait(smem.do_full.at[slot])
         dp_acc[...] = column(smem.minus_delta, slot, 0)
-        across(s_acc, smem.k.at[here], smem.q.at[slot])
-        across(dp_acc, smem.v.at[here], do[0])
+        schedule.over_columns(s_acc, k, tiles_at(smem.q, slot))
+        schedule.over_columns(dp_acc, v, do[0])
         load_later(w, i, step.g, step.r)
-        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=s.parts)
         if runs_on(s) and not begins:
             release(w, step.n - 1)
-        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=1)
+        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=s.parts)
         if len(halves) > 1:
             pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
             return
-        plgpu.wgmma(dk_acc, ds, q[0])
+        schedule.over_rows(dk_acc, ds, q[0])
         if not runs_on(s):
             plgpu.wgmma_wait(0)
             release(w, step.n)
 
     def second(ds, scores, dp_acc):
         dp_acc[...] = column(smem.minus_delta, slot, 1)
-        across(dp_acc, smem.v.at[here], do[1])
-        plgpu.wgmma(dk_acc, ds, q[0])
+        schedule.over_columns(dp_acc, v, do[1])
+        schedule.over_rows(dk_acc, ds, q[0])
         ds = add(scores, dp_acc, 1, wait_n=2)
-        plgpu.wgmma(dk_acc, ds, q[1])
+        schedule.over_rows(dk_acc, ds, q[1])
 
     if not s.begins_with_lse:  # outside, as in backward_dq.step
         plgpu.barrier_wait(smem.do_full.at[slot])
@@ -328,13 +324,13 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 def sum_dv(w: Worker, i: Item, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
-    store(w, i, "dv", dv_acc[...])
+    store(w, i, "dv", [acc[...] for acc in dv_acc])
 
 
 def sum_dk(w: Worker, i: Item, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
-    store(w, i, "dk", dk_acc[...])
+    store(w, i, "dk", [acc[...] for acc in dk_acc])
 
 
 def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
@@ -345,7 +341,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         # Compute P.
         if s.begins_with_lse:  # P is then exp2 of a multiple of S
             s_acc[...] = column(smem.minus_lse, slot)
-        across(s_acc, smem.k.at[i.at], smem.q.at[slot])
+        schedule.over_columns(s_acc, tiles_at(smem.k, i.at), tiles_at(smem.q, slot))
         scores = s_acc[...]
         if not begins:
             release(w, step.n - 1)
@@ -356,7 +352,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         plgpu.barrier_arrive(smem.p_full)
         # Accumulate dV, under the next step.
         plgpu.barrier_wait(smem.do_full.at[slot])
-        plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
+        schedule.over_rows(dv_acc, p.astype(s.dtype), tiles_at(smem.do, slot))
 
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
@@ -368,7 +364,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
     def add(dp_acc):
         # Compute dP.
         plgpu.barrier_wait(smem.do_full.at[slot])
-        across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
+        schedule.over_columns(dp_acc, tiles_at(smem.v, i.at), tiles_at(smem.do, slot))
         dp = dp_acc[...]
         if not begins:
             release(w, step.n - 1)
@@ -379,7 +375,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         ds = (p * (dp + column(smem.minus_delta, slot))).astype(s.dtype)
         plgpu.barrier_arrive(smem.p_free)
         # Accumulate dK, under the next step.
-        plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
+        schedule.over_rows(dk_acc, ds, tiles_at(smem.q, slot))
 
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
@@ -389,7 +385,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
 
 def differentiate(w: Worker, i: Item):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
-    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
+    acc = w.schedule.accumulators()
     if not pairs_up(w.schedule):
         pl.run_scoped(functools.partial(sum_both, w, i), acc, acc)
         return
@@ -433,7 +429,7 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     heads, kv_heads = call.heads or (q.shape[2], k.shape[2])
-    tile = tiles(q.shape[-1], heads // kv_heads, call.softcap)
+    tile = tiles(sum(schedule.blocks_of(call)), heads // kv_heads, call.softcap)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % tile.step:  # the last step has a half without queries, so its P must be 0
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, schedule, steps
-from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker, tiles_at
 from pallas_kernels.flash_attention.steps import Item, Operand
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
@@ -70,17 +70,17 @@ def multiplies_delta(s: Schedule) -> bool:
 def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    operand = lambda rows: mosaic.tiled(s.wgs, rows, 16, dtype=jnp.bfloat16)
+    stats, operand = 1 + has_dlse, lambda rows: mosaic.tiled(s.wgs, rows, 16, dtype=jnp.bfloat16)
     return dict(
         q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
         delta=operand(ROWS) if multiplies_delta(s) else None,  # -delta in parts
         ones=operand(s.columns) if multiplies_delta(s) else None,
-        stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
-        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.segmented, num_barriers=s.wgs),
-        k_full=ring(num_arrivals=1 + s.segmented),
-        v_full=plgpu.Barrier(num_barriers=ahead(s)),
+        stats=plgpu.SMEM((stats, s.wgs, ROWS), jnp.float32),  # lse, dlse
+        q_bars=plgpu.Barrier(num_arrivals=3 * s.parts + stats + s.segmented, num_barriers=s.wgs),
+        k_full=ring(num_arrivals=s.parts + s.segmented),
+        v_full=plgpu.Barrier(num_arrivals=s.parts, num_barriers=ahead(s)),
         free=ring(num_arrivals=s.wgs),
         ids=s.ids(s.stages + s.wgs, ROWS),  # of each slot of K, and of each warpgroup's queries
         # With a `k_free`, `free` guards V alone; without a `dq` dQ leaves through the buffer of dO.
@@ -98,14 +98,14 @@ def keys_of(w: Worker) -> Operand:
 
 def values_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
-    buffers = w.tma.kv.at[pl.ds(s.stages, ahead(s))]
+    buffers = tiles_at(w.tma.kv, pl.ds(s.stages, ahead(s)))
     return Operand(Ring(ahead(s), smem.v_full), w.inputs.v, s.v_first, buffers, 1, ahead(s))
 
 
 def buffer_of_o(w: Worker, smem):
     """Without its own buffer, O comes through slots of K and V that are not in use yet."""
     s = w.schedule
-    return smem.o.at[w.wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (w.wg + 1)]
+    return (smem.o, w.wg) if has_o_buffer(s) else (smem.kv, ahead(s) * (w.wg + 1))
 
 
 class Rows(NamedTuple):
@@ -124,9 +124,9 @@ def load_rows(w: Worker, item, side=0):
     row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
-    buffers = (inputs.q, tma.q.at[at]), (inputs.do, tma.do.at[at]), (inputs.o, buffer_of_o(w, tma))
-    for ref, buffer in buffers:
-        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
+    places = (inputs.q, tma.q, at), (inputs.do, tma.do, at), (inputs.o, *buffer_of_o(w, tma))
+    for ref, *place in places:
+        schedule.copy_rows(w, ref, batch, rows, head, *place, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
     for n, ref in enumerate(stats):
         plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
@@ -137,7 +137,7 @@ def load_rows(w: Worker, item, side=0):
 
 def load(w: Worker, i: Item, n, *tiles: Operand):
     """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
-    send = lambda stream: steps.send_keys(w.schedule, n, stream, *tiles)
+    send = lambda stream: steps.send_keys(w, n, stream, *tiles)
     steps.send_any(w, n, i.stream, send)
 
 
@@ -227,14 +227,14 @@ def rows_of(w: Worker, i: Item) -> Rows:
     """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
     stat = lambda ref: mosaic.read(ref, ROW)
-    tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
     # Without the barrier the compiler would round the product with the logits, not before.
     lse = stat(smem.stats.at[0, w.wg])
     lse2 = lax.optimization_barrier(lse * LOG2E)
     minus_lse = lse * (-1 / s.scale) if s.begins_with_lse else -lse2
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.segmented else None
-    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w, smem)))
-    minus_delta = -jnp.sum(do * out, axis=1)
+    wide = lambda ref: plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+    pairs = zip(tiles_at(smem.do, i.at), tiles_at(*buffer_of_o(w, smem)), strict=True)
+    minus_delta = -mosaic.folded(jnp.add, [jnp.sum(wide(x) * wide(y), axis=1) for x, y in pairs])
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
     for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
@@ -275,7 +275,6 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem, values = w.schedule, w.smem, values_of(w)
     slot, slot_of_v, joint = s.slot(n), values.ring.slot(n), multiplies_delta(s)
-    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
     def add_dq(acc, dp_acc: Any = None):
         # Issue S = Q K^T and dP = dO V^T - delta.
@@ -283,16 +282,17 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         if joint:  # in one accumulator: of two, ptxas would store the zeros of one
             s_acc, dp_acc = (acc.at[:, pl.ds(at, s.columns)] for at in (0, s.columns))
         here = steps.unsettled(i, s, n)
-        v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]  # changes nothing, for the same reason
-        across(s_acc, smem.q.at[here], smem.kv.at[slot])
+        # The minimum changes nothing, for the same reason.
+        v = tiles_at(smem.kv, s.stages + jnp.minimum(slot_of_v, n))
+        schedule.over_columns(s_acc, tiles_at(smem.q, here), tiles_at(smem.kv, slot))
         if not joint:
             values.ring.wait(n)
             dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
-        across(dp_acc, smem.do.at[here], v)
+        schedule.over_columns(dp_acc, tiles_at(smem.do, here), v)
         if joint:
-            across(dp_acc, smem.delta.at[w.wg], smem.ones.at[w.wg])
+            schedule.over_columns(dp_acc, [smem.delta.at[w.wg]], [smem.ones.at[w.wg]])
         # Compute P under dP.
-        scores = plgpu.wgmma_accumulator_load(acc, wait_n=1 + joint)[:, : s.columns]
+        scores = plgpu.wgmma_accumulator_load(acc, wait_n=s.parts + joint)[:, : s.columns]
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
         if waits_after_p(s):
@@ -304,7 +304,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         plgpu.barrier_arrive(smem.free.at[slot])
         ds = masks.d_scores(p, dp, slope).astype(s.dtype)
         # Accumulate dQ, under the next step.
-        plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
+        schedule.over_rows(dq_acc, ds, tiles_at(smem.kv, slot))
         refill_free(w, i, n)
 
     if not waits_after_p(s):  # outside: with a wait before the wgmma ptxas would store its zeros
@@ -323,12 +323,12 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
         wait_for_keys(w, i, i.first)
     one(i.first, s.masks_first)
     steps.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
-    store(w, i, dq_acc[...])
+    store(w, i, [acc[...] for acc in dq_acc])
 
 
 def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
-    name, dq = "dq" if w.schedule.persistent else "do", dq * w.schedule.scale
+    name, dq = "dq" if w.schedule.persistent else "do", [x * w.schedule.scale for x in dq]
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
     schedule.store_rows(w, name, w.wg, dq, w.results[0], i.batch, i.row, i.head)
 
@@ -346,8 +346,7 @@ def differentiate(w: Worker, i: Item):
         load_following(w, i)
         # Compute, while others may see tiles before these and after them.
         pass_by(w, i, i.n0, i.first)
-        accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
-        pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
+        pl.run_scoped(functools.partial(accumulate, w, i, rows), s.accumulators())
         if s.visits.window is not None:
             pass_by(w, i, i.last, i.end)
 
@@ -376,12 +375,13 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     -lse is divided by scale, which makes it a score, if `Schedule.begins_with_lse`; otherwise it is
     in base 2.  The last two are (B, H, schedule.stat_rows(T)) fp32.
     """
+    tile = tiles(sum(schedule.blocks_of(call)), call.segmented)
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [schedule.gradient(q, call.lengths[0], call), stat, stat]
     memory = functools.partial(scratch, has_dlse=dlse is not None)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
-        "attention_backward_dq", body, tiles(q.shape[-1], call.segmented), call, inputs, segments,
+        "attention_backward_dq", body, tile, call, inputs, segments,
         out_type, memory, reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, schedule, steps
-from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker
+from pallas_kernels.flash_attention.schedule import Call, Schedule, Tiles, Worker, tiles_at
 from pallas_kernels.flash_attention.steps import Item, Operand
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
@@ -71,9 +71,9 @@ def scratch(s: Schedule) -> dict:
         qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
         v=s.buffer(v_stages(s), s.columns, over_rows=True),  # the ring of V
-        q_bars=plgpu.Barrier(num_arrivals=1 + s.segmented, num_barriers=own),
-        k_full=ring(num_arrivals=1 + s.segmented),
-        v_full=v_ring(),
+        q_bars=plgpu.Barrier(num_arrivals=s.parts + s.segmented, num_barriers=own),
+        k_full=ring(num_arrivals=s.parts + s.segmented),
+        v_full=v_ring(num_arrivals=s.parts),
         k_free=ring(num_arrivals=s.wgs),
         v_free=v_ring(num_arrivals=s.wgs),
         turn=plgpu.Barrier(num_barriers=s.wgs),
@@ -111,7 +111,7 @@ def load_q(w: Worker, item, side=0):
     s, smem = w.schedule, w.smem
     row, (batch, head) = s.where(item)
     rows, at = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS), side * s.wgs + w.wg
-    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], w.tma.qo.at[at], smem.q_bars.at[at])
+    schedule.copy_rows(w, w.inputs.q, batch, rows, head, w.tma.qo, at, smem.q_bars.at[at])
     if s.segmented:
         ids = w.inputs.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
@@ -125,7 +125,7 @@ def load(w: Worker, x: Operand, n, stream):
 
     def send(stream):
         x.ring.claim(n)
-        steps.send_keys(w.schedule, n, stream, x)
+        steps.send_keys(w, n, stream, x)
 
     def by_warp(warp):
         pl.when(warp == x.warp)(lambda: steps.send_any(w, n, stream, send))
@@ -263,7 +263,7 @@ def softmax(s: Schedule, x, m, l, o):
         # In the units of m, or if these are a power of two, in the new ones.
         alpha = jnp.exp2(m - jnp.where(rises & (abs(m) < LARGE), logit, new))
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
-        return new, l, o * along(alpha, o.shape, 0)
+        return new, l, [x * along(alpha, x.shape, 0) for x in o]
 
     def weigh(m, l, o):
         p = jnp.exp2(above(s, x, m))
@@ -288,7 +288,7 @@ def first_step(w: Worker, i: Item):
     my_turn(w)
 
     def issue(s_acc):
-        plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
+        schedule.over_columns(s_acc, tiles_at(w.smem.qo, i.at), tiles_at(w.smem.k, slot))
         next_turn(w)
         load_later(w, i, i.first)
         return s_acc[...]
@@ -315,19 +315,21 @@ def step(w: Worker, i: Item, o_acc, n, carry):
 
     def issue(s_acc):
         here = steps.unsettled(i, s, n)
-        plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
+        schedule.over_columns(s_acc, tiles_at(w.smem.qo, here), tiles_at(w.smem.k, slot))
         values_of(w).ring.wait(n - 1)
-        plgpu.wgmma(o_acc, p, w.smem.v.at[before])
+        schedule.over_rows(o_acc, p, tiles_at(w.smem.v, before))
         next_turn(w)
         load_later(w, i, n)
-        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=s.parts)  # O += P V still runs
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, n, masked)
-    o = o_acc[...]  # waits for O += P V
+    o = [acc[...] for acc in o_acc]  # waits for O += P V
     values_of(w).ring.release(n - 1)
     # Compute the softmax under the other warpgroups' matmuls.
-    p, m, l, o_acc[...] = softmax(s, x, m, l, o)
+    p, m, l, o = softmax(s, x, m, l, o)
+    for acc, block in zip(o_acc, o, strict=True):
+        acc[...] = block
     return p, m, l
 
 
@@ -338,8 +340,8 @@ def accumulate(w: Worker, i: Item, carry, o_acc):
     if w.schedule.segmented:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
-    plgpu.wgmma(o_acc, p, w.smem.v.at[values_of(w).ring.wait(i.last - 1)])
-    o = o_acc[...]
+    schedule.over_rows(o_acc, p, tiles_at(w.smem.v, values_of(w).ring.wait(i.last - 1)))
+    o = [acc[...] for acc in o_acc]
     values_of(w).ring.release(i.last - 1)
     if w.schedule.visits.window is not None:
         pass_by(w, i, i.last, i.end)
@@ -375,8 +377,7 @@ def attend(w: Worker, i: Item):
         carry = first_step(w, i)
         load_following_q(w, i)
         # O begins here: if its zeros were there before, ptxas would also store those of S.
-        accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
-        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), accumulator)
+        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), s.accumulators())
         store(w, i, o, m, l)
 
     if s.lead:
@@ -402,7 +403,7 @@ def forward(q, k, v, segments=None, *, call: Call):
     q, k and v are padded to schedule.multiples(D); rows past call.lengths mean nothing.
     segments: ids of the queries and of the keys, as op.py pads them, or None.
     """
-    tile, inputs = tiles(q.shape[-1], call.segmented), dict(q=q, k=k, v=v)
+    tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
         "attention_forward", body, tile, call, inputs, segments, out_type, scratch

@@ -11,6 +11,7 @@ fully visible to every row, which need no mask.  Queries 192 to 255, window 128,
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -175,11 +176,12 @@ def online_softmax(x, m, l):
 
 
 def finish(o, m, l, *, blind: bool):
-    """(O over the sums, log-sum-exp).  blind: rows may have seen no key, which get 0 and -inf."""
+    """(O, or its blocks, over the sums, log-sum-exp).  blind: rows may see no key: 0 and -inf."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
-    return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
+    o = jax.tree.map(lambda x: x * mosaic.along(inverse, x.shape, 0), o)
+    return o, m * (1 / LOG2E) + jnp.log(l)
 
 
 def visible(x, visits: Visits, row, column, ids=None):

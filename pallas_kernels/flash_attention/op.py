@@ -32,7 +32,7 @@ from pallas_kernels.flash_attention import general, masks
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.schedule import Call, multiples, stat_rows
+from pallas_kernels.flash_attention.schedule import Call, stat_rows
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
@@ -57,8 +57,8 @@ def attention(
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
-    q: or a `Packed` of q, k and v, which the kernels read in place where D is 16, 32 or 64, or T a
-        multiple of 8 and D one of 16, above 128 of 32; otherwise it is split in copies.
+    q: or a `Packed` of q, k and v, which the kernels read in place where D is a multiple of 8, and
+        above 128 D is one of 32 and T one of 8; otherwise it is split in copies.
     causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
@@ -238,7 +238,8 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    rows, columns = (1, 8) if general else multiples(d)
+    # Wide heads are copied in whole strips (`blocks_of`).
+    rows, columns = (1, 8) if general or d <= 128 else (8, 32)
     if isinstance(operands, Packed) and t % rows == d % columns == 0:
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
@@ -256,9 +257,10 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
 
 
 def _padded(arrays, call: Call):
-    """Copies of the arrays as Hopper's kernels read them, or the arrays, if nothing is missing."""
-    rows, columns = (1, 1) if call.general else multiples(call.width)
-    return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns) for x in arrays)
+    """Copies of wide heads as Hopper's kernels read them, or the arrays, if nothing is missing."""
+    if call.general or call.width <= 128:
+        return arrays
+    return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 32) for x in arrays)
 
 
 def _attention_forward(arrays, segments, call: Call, with_lse):

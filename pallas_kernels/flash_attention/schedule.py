@@ -39,15 +39,22 @@ class Call(NamedTuple):
     general: bool = False  # for every GPU since Ampere, not for Hopper
 
 
-def multiples(d: int) -> tuple[int, int]:
-    """What T and D are multiples of in Hopper's kernels, which otherwise read padded copies.
+def blocks_of(call: Call) -> tuple[int, ...]:
+    """Widths of the blocks of columns in which Hopper's kernels hold a head in shared memory.
 
-    wgmma reads columns in blocks of 64, 32 or 16, which alternate in memory every 8 rows.  If there
-    is only one block, its rows follow each other, so TMA can stop at any row.  A wgmma sums 16
-    products.  Above 128, in slices of 16 columns, D=144 and 240 run at 0.94 and 0.75 of cuDNN's
-    speed forward.
+    wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips they alternate every 8
+    rows, so TMA copies 8 rows and whole strips at a time.  In a block of one strip the rows follow
+    each other: TMA stops at any T and D, and fills the rest with zeros.  But every block has its
+    own wgmmas; where P is an operand, ptxas copies its registers for each.
     """
-    return 1 if d in (16, 32, 64) else 8, 16 if d <= 128 else 32
+    d = call.width
+    if d > 128:
+        return (mosaic.cdiv(d, 32) * 32,)  # in strips of 16, D=240 has 0.75 of cuDNN's speed
+    if d % 16 == 0 and not any(n % 8 for n in call.lengths):
+        return (d,)
+    if d <= 64:
+        return (next(width for width in (16, 32, 64) if d <= width),)
+    return 64, 32 if d <= 96 else 64
 
 
 class Tiles(NamedTuple):
@@ -76,13 +83,28 @@ class Schedule(NamedTuple):
     table: np.ndarray | None  # what `plan` gives each block; None: one item a block
     where: Callable  # item -> (first row of the block, (batch, head))
     dtype: Any
-    width: int  # D
+    blocks: tuple[int, ...]  # widths of the blocks of columns
     group: int  # query heads of a kv head
     k_first: int  # the first head of k in its array
     v_first: int
     scale: float
     softcap: float | None
     segmented: bool  # there are segments
+
+    @property
+    def width(self) -> int:
+        """D, and columns of zeros."""
+        return sum(self.blocks)
+
+    @property
+    def parts(self) -> int:
+        """Number of blocks of columns, and so of a tile's copies and wgmmas."""
+        return len(self.blocks)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all blocks have plain rows, which TMA clips anywhere (see `blocks_of`)."""
+        return all(width in (16, 32, 64) for width in self.blocks)
 
     @property
     def sets(self) -> int:
@@ -130,14 +152,19 @@ class Schedule(NamedTuple):
         low, high, first, end = (spans[batch, mine, n] for n in range(4))
         return (low, high), (first, end)
 
+    def accumulators(self) -> list:
+        """Registers for a warpgroup's rows."""
+        return [plgpu.ACC((ROWS, width), jnp.float32) for width in self.blocks]
+
     def buffer(self, n: int, rows: int, over_rows: bool = False):
         """Shared memory for n tiles; over_rows: wgmma sums over their rows, in whole swizzles."""
-        cols = math.gcd(rows, self.width) if over_rows else self.width
-        tiles = mosaic.tiled(n, rows, self.width, dtype=self.dtype, cols=cols)
-        if multiples(self.width)[0] > 1 or dispatch.interpreting():
+        cols = lambda width: math.gcd(rows, width) if over_rows else width
+        tile = lambda width: mosaic.tiled(n, rows, width, dtype=self.dtype, cols=cols(width))
+        tiles = [tile(width) for width in self.blocks]
+        if not self.plain or dispatch.interpreting():
             return tiles
-        _, swizzle = mosaic.wgmma_tiles(self.width, self.dtype)
-        return plgpu.RefUnion(tiles, plgpu.SMEM(tiles.shape, self.dtype, transforms=(swizzle,)))
+        plain = [plgpu.SMEM(x.shape, x.dtype, transforms=x.transforms[1:]) for x in tiles]
+        return plgpu.RefUnion(tiles, plain)
 
     def ids(self, n: int, rows: int):
         """Shared memory for the ids of n tiles of so many rows, or None without segments."""
@@ -194,9 +221,9 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
         return first_row(level), mosaic.divide(pair, owners)
 
     grid = levels * pairs if table is None else sms
-    width = width_of(d) if call.general else d
+    blocks = (width_of(d),) if call.general else blocks_of(call)
     return Schedule(
-        visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, blocks,
         group, k_first, v_first, call.scale, call.softcap, call.segmented,
     )  # fmt: skip
 
@@ -215,6 +242,15 @@ class Worker(NamedTuple):
     smem: Any  # what the kernel's `scratch` lists, by name
     tma: Any  # the same, as TMA copies it
     wg: Any
+
+    def cuts(self, d: int) -> list:
+        """The columns of each block; TMA fills those past d with zeros, and never writes them."""
+        zero, start, found = lax.rem(self.wg, jnp.int32(1)), 0, []
+        for width in self.schedule.blocks:
+            # A variable because JAX 0.12 rejects slices that are statically too wide.
+            found.append(pl.ds(start if start + width <= d else start + zero, width))
+            start += width
+        return found
 
 
 def launch(
@@ -271,17 +307,43 @@ def gradient(x, rows: int, call: Call):
 def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> None:
     """Copies 64 rows from registers through a buffer of w.smem to target[batch, row:, head].
 
-    TMA stores whole rows, and still runs afterwards.  Where it cannot (see `multiples`), each
-    thread stores 16 bytes at a time, none past the end.
+    TMA stores them, and still runs afterwards.  Where it cannot (see `blocks_of`), each thread
+    stores 16 bytes at a time, none past the end.
     """
-    buffer, tma = (getattr(memory, name).at[at] for memory in (w.smem, w.tma))
-    buffer[...] = value.astype(buffer.dtype)
+    buffers = tiles_at(getattr(w.smem, name), at)
+    for buffer, block in zip(buffers, value, strict=True):
+        buffer[...] = block.astype(buffer.dtype)
     plgpu.commit_smem()
-    if (d := target.shape[3]) == w.schedule.width and target.shape[1] % multiples(d)[0] == 0:
-        plgpu.copy_smem_to_gmem(tma, target.at[batch, pl.ds(row, ROWS), head])
+    d = target.shape[3]
+    if w.schedule.plain or (d == w.schedule.width and target.shape[1] % 8 == 0):
+        for tile, columns in zip(tiles_at(getattr(w.tma, name), at), w.cuts(d), strict=True):
+            plgpu.copy_smem_to_gmem(tile, target.at[batch, pl.ds(row, ROWS), head, columns])
         return
-    ampere.store_rows(buffer, target, batch, head, row, target.shape[1])
+    ampere.store_rows(*buffers, target, batch, head, row, target.shape[1])
     plgpu.commit_smem()  # all threads have read the buffer, which TMA may fill next
+
+
+def tiles_at(buffers: list, *at) -> list:
+    """The blocks of one tile."""
+    return [buffer.at[at] for buffer in buffers]
+
+
+def copy_rows(w: Worker, ref, batch, rows, head, buffers: list, at, bar) -> None:
+    """Starts to copy rows of a head to the buffers' tile `at`; arrives once for each block."""
+    for tile, columns in zip(tiles_at(buffers, at), w.cuts(ref.shape[3]), strict=True):
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head, columns], tile, bar)
+
+
+def over_columns(acc, rows: list, tile: list) -> None:
+    """acc += rows times a tile, transposed: a wgmma for each block."""
+    for x, y in zip(rows, tile, strict=True):
+        plgpu.wgmma(acc, x, y.transpose((1, 0)))
+
+
+def over_rows(accs: list, p, tile: list) -> None:
+    """acc += p times a tile: a wgmma for each block."""
+    for acc, y in zip(accs, tile, strict=True):
+        plgpu.wgmma(acc, p, y)
 
 
 def stat_rows(t: int) -> int:

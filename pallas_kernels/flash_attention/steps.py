@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.schedule import Schedule, Worker
+from pallas_kernels.flash_attention.schedule import Schedule, Worker, copy_rows
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
@@ -137,21 +137,23 @@ class Operand(NamedTuple):
     ids: tuple = (None, None)
     stats: tuple = (None, None)
 
-    def send(self, n, batch, head, columns):
+    def send(self, w: Worker, n, batch, head, columns):
         """Starts to copy these columns for step n."""
         (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
-        self.ring.send(n, self.ref.at[batch, columns, self.first_head + head], self.smem)
+        slot, full = self.ring.slot(n), self.ring.full_of(n)
+        copy_rows(w, self.ref, batch, columns, self.first_head + head, self.smem, slot, full)
         if stats is not None:
             self.ring.send(n, stats.at[batch, head, columns], stats_smem)
         if ids is not None:
             self.ring.send(n, ids.at[batch, columns], ids_smem)
 
 
-def send_keys(s: Schedule, n, stream: Stream, *operands: Operand):
+def send_keys(w: Worker, n, stream: Stream, *operands: Operand):
     """Starts to copy the tiles of step n."""
-    keys = pl.ds((stream.base - 1 - n) * s.columns, s.columns)
+    columns = w.schedule.columns
+    keys = pl.ds((stream.base - 1 - n) * columns, columns)
     for x in operands:
-        x.send(n, stream.batch, stream.head, keys)
+        x.send(w, n, stream.batch, stream.head, keys)
 
 
 def send_any(w: Worker, n, stream: Stream, send):
@@ -194,7 +196,7 @@ def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
             g, r = g + over, r - over * stream.end
         at = pl.ds((stream.base + r) * s.columns, s.columns)
         x.ring.claim(n)
-        x.send(n, stream.batch, stream.head + g, at)
+        x.send(w, n, stream.batch, stream.head + g, at)
 
     def send_following():
         coming = stream_of(w, stream.following)

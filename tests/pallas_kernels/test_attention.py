@@ -28,7 +28,9 @@ SMALL = [  # (B, T, S, H, K, D), dtype, options
     slow((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
     slow((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),
     slow((2, 130, 130, 3, 1, 64), BF16, {}),
-    slow((2, 130, 70, 2, 1, 72), BF16, {"causal": False, "return_lse": True}),  # both are padded
+    slow((2, 130, 70, 2, 1, 72), BF16, {"causal": False, "return_lse": True}),  # D=72 as 64 + 32
+    slow((1, 130, 301, 2, 1, 104), BF16, {"segments": [[140]], "window": 90}),
+    slow((1, 70, 70, 2, 2, 24), FP16, {"softcap": 3.0}),
     slow((1, 70, 130, 2, 1, 200), FP16, {}),
     ((1, 128, 128, 3, 1, 128), BF16, {}),  # tiles of three heads on their way
     ((1, 40, 300, 3, 1, 80), FP16, {"softcap": 3.0, "return_lse": True}),
