@@ -38,11 +38,8 @@ class Ring(NamedTuple):
 
     def send(self, n, source, smem, *rest):
         """Starts a copy of step n to smem[slot, *rest]."""
-        plgpu.copy_gmem_to_smem(source, smem.at[self.slot(n), *rest], self.full_of(n))
-
-    def full_of(self, n):
-        """The barrier at which the copies of step n arrive."""
-        return self.full.at[self._bar(n)]
+        target = smem.at[self.slot(n), *rest]
+        plgpu.copy_gmem_to_smem(source, target, self.full.at[self._bar(n)])
 
     def wait(self, n):
         """Waits until step n has arrived; returns its slot."""

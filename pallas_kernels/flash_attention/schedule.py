@@ -243,14 +243,13 @@ class Worker(NamedTuple):
     tma: Any  # the same, as TMA copies it
     wg: Any
 
-    def cuts(self, d: int) -> list:
-        """The columns of each block; TMA fills those past d with zeros, and never writes them."""
-        zero, start, found = lax.rem(self.wg, jnp.int32(1)), 0, []
-        for width in self.schedule.blocks:
-            # A variable because JAX 0.12 rejects slices that are statically too wide.
-            found.append(pl.ds(start if start + width <= d else start + zero, width))
-            start += width
-        return found
+    @property
+    def cuts(self) -> list:
+        """The columns of each block; TMA fills those past D with zeros, and never writes them."""
+        ends, d = np.cumsum(self.schedule.blocks).tolist(), self.inputs.q.shape[3]
+        # A variable because JAX 0.12 rejects slices that are statically too wide.
+        start = lambda end, n: end - n + (lax.rem(self.wg, jnp.int32(1)) if end > d else 0)
+        return [pl.ds(start(end, n), n) for end, n in zip(ends, self.schedule.blocks, strict=True)]
 
 
 def launch(
@@ -314,10 +313,9 @@ def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> Non
     for buffer, block in zip(buffers, value, strict=True):
         buffer[...] = block.astype(buffer.dtype)
     plgpu.commit_smem()
-    d = target.shape[3]
-    if w.schedule.plain or (d == w.schedule.width and target.shape[1] % 8 == 0):
-        for tile, columns in zip(tiles_at(getattr(w.tma, name), at), w.cuts(d), strict=True):
-            plgpu.copy_smem_to_gmem(tile, target.at[batch, pl.ds(row, ROWS), head, columns])
+    if w.schedule.plain or (target.shape[3] == w.schedule.width and target.shape[1] % 8 == 0):
+        for tile, cut in zip(tiles_at(getattr(w.tma, name), at), w.cuts, strict=True):
+            plgpu.copy_smem_to_gmem(tile, target.at[batch, pl.ds(row, ROWS), head, cut])
         return
     ampere.store_rows(*buffers, target, batch, head, row, target.shape[1])
     plgpu.commit_smem()  # all threads have read the buffer, which TMA may fill next
@@ -330,8 +328,8 @@ def tiles_at(buffers: list, *at) -> list:
 
 def copy_rows(w: Worker, ref, batch, rows, head, buffers: list, at, bar) -> None:
     """Starts to copy rows of a head to the buffers' tile `at`; arrives once for each block."""
-    for tile, columns in zip(tiles_at(buffers, at), w.cuts(ref.shape[3]), strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head, columns], tile, bar)
+    for tile, cut in zip(tiles_at(buffers, at), w.cuts, strict=True):
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head, cut], tile, bar)
 
 
 def over_columns(acc, rows: list, tile: list) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.schedule import Schedule, Worker, copy_rows
+from pallas_kernels.flash_attention.schedule import Schedule, Worker
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
@@ -140,8 +140,8 @@ class Operand(NamedTuple):
     def send(self, w: Worker, n, batch, head, columns):
         """Starts to copy these columns for step n."""
         (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
-        slot, full = self.ring.slot(n), self.ring.full_of(n)
-        copy_rows(w, self.ref, batch, columns, self.first_head + head, self.smem, slot, full)
+        for smem, cut in zip(self.smem, w.cuts, strict=True):
+            self.ring.send(n, self.ref.at[batch, columns, self.first_head + head, cut], smem)
         if stats is not None:
             self.ring.send(n, stats.at[batch, head, columns], stats_smem)
         if ids is not None:
@@ -150,8 +150,7 @@ class Operand(NamedTuple):
 
 def send_keys(w: Worker, n, stream: Stream, *operands: Operand):
     """Starts to copy the tiles of step n."""
-    columns = w.schedule.columns
-    keys = pl.ds((stream.base - 1 - n) * columns, columns)
+    keys = pl.ds((stream.base - 1 - n) * w.schedule.columns, w.schedule.columns)
     for x in operands:
         x.send(w, n, stream.batch, stream.head, keys)
 
