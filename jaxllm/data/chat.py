@@ -137,9 +137,9 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     if not spoken:
         raise Refused("no assistant's turn")
     if has_marks(tokenizer, tools):
-        marks = lambda i: range(len(show(i)[1]) if i else 0, len(show(i + 1)[1]))
-        without = {k for i in silent if messages[i]["role"] == "assistant" for k in marks(i)}
-        return text, [span for k, span in enumerate(spans) if k not in without]
+        others = [i for i in silent if messages[i]["role"] == "assistant"]
+        without = [_added(tokenizer, show, text, i) for i in others]
+        return text, [(a, b) for a, b in spans if all(b <= x or y <= a for x, y in without)]
     return text, [_added(tokenizer, show, text, i) for i in spoken]
 
 
@@ -158,8 +158,8 @@ def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int
         before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)
     if before is None or not text.startswith(until):
         raise Refused(
-            "the chat template has no {% generation %} and renders earlier messages differently"
-            " when others follow"
+            "the chat template renders earlier messages differently when others follow;"
+            " {% generation %} helps only where every answer has loss"
         )
     ended = until.rstrip()  # what follows the token that ends a turn is not the assistant's
     end = len(ended) if ended.endswith(tuple(filter(None, tokenizer.special))) else len(until)

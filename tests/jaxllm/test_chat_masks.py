@@ -204,6 +204,25 @@ def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tm
     assert [text[a:b] for a, b in spans] == ["third" + END[template]]
 
 
+def test_only_the_answers_without_loss_lose_it_where_a_template_marks_the_last_one(tmp_path):
+    """Marks were counted, so the last answer's was taken for that of an answer in the prompt."""
+    marked = "{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
+    shown = "{{ m.content }}<|eot_id|>"
+    template = TEMPLATE.replace(
+        shown, f"{{% if loop.last %}}{marked}{{% else %}}{shown}{{% endif %}}"
+    )
+    tokenizer = Tokenizer(with_template(tmp_path / "a", template))
+    turns = [*pair("Q", "first"), *pair("R", "second")]
+    turns[1]["weight"] = 0
+    for values in (dict(prompt=turns[:3], completion="second"), dict(messages=turns)):
+        text, spans = chat.render(tokenizer, values, "assistant")
+        assert [text[a:b] for a, b in spans] == ["second<|eot_id|>"]
+    forgets = template.replace("{{ m.role }}", "{{ m.role if loop.last else 'x' }}")
+    tokenizer = Tokenizer(with_template(tmp_path / "b", forgets))
+    with pytest.raises(chat.Refused, match="renders earlier messages differently"):
+        chat.render(tokenizer, values, "assistant")
+
+
 END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
 
 
