@@ -45,6 +45,8 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
+            if val_found.files:  # which are never trained on
+                _check_length("data.path", train, seq_len + 1, "of one window (seq_len + 1)")
             train, val = _split(train, val, seq_len, given=config.val_path is not None)
             what += f", {len(train):,} training and {counted(len(val), 'validation token')}"
         if config.pack == "documents":
@@ -149,8 +151,7 @@ def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_v
         tokenizers[0].check_same(other)
     tokenizer = next(iter(tokenizers), None)
     size = tokenizer.check(vocab_size) if tokenizer else vocab_size
-    scan = lambda path: check_shard(path, cache, size, written.get(path))
-    content = {path: scan(path) for _, path in files + val_files}
+    content = {p: check_shard(p, cache, size, written.get(p)) for _, p in files + val_files}
     val_digests = [content[path] for _, path in val_files]
     files = [file for file in files if content[file[1]] not in val_digests]
     digests = [[content[path] for _, path in files], val_digests]
@@ -222,7 +223,6 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
     """
     window = seq_len + 1
     if given:
-        _check_length("data.path", train, window, "of one window (seq_len + 1)")
         fix = "; omit it to hold out the end of data.path"
         _check_length("data.val_path", val, window, f"of one window (seq_len + 1){fix}")
         return train, val

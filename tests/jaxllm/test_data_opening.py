@@ -104,6 +104,21 @@ def test_names_of_splits_say_what_trains(tmp_path, config, kind):
         assert "5 documents in 5 files" in data.description
 
 
+def test_a_validation_file_is_not_trained_on_beside_a_short_training_file(tmp_path, config):
+    for name, text in (("train", "tiny"), ("validation", "only for validation " * 20)):
+        write(tmp_path / "data" / f"{name}.jsonl", json.dumps({"text": text}))
+    config.source, config.path = "jsonl", str(tmp_path / "data")
+    with pytest.raises(
+        InputError, match=r"data\.path has \d tokens, fewer than the 33 of one window"
+    ):
+        opened(config, seq_len=32)
+    write(tmp_path / "data" / "train.jsonl", json.dumps({"text": str([*range(99)])}))
+    write(tmp_path / "data" / "validation.jsonl", json.dumps({"text": "tiny"}))
+    data = opened(config, seq_len=32)  # the end of the training data validates, too
+    assert data.val_tokens == 33
+    assert "tiny" not in data.tokenizer.decode(data.train.read(0, len(data.train)))
+
+
 # Text
 
 
