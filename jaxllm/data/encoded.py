@@ -65,8 +65,7 @@ def _encoded(
     source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yields (text, ids, whether each has loss) of conversations; collects the refused ones."""
-    each = _rendered(source, tokenizer, loss, refused)
-    for batch in batched(each, lambda entry: len(entry[1][0])):
+    for batch in batched(_rendered(source, tokenizer, loss, refused), lambda x: len(x[1][0])):
         pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
         for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
             if mask[1:].any():  # nothing predicts the first token
@@ -117,9 +116,11 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
 
 def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> "Encoded":
     """The conversations of a source, as prepared or, encoded once, from the cache."""
-    (_, path), *_ = source.files
-    if is_prepared(path):
-        return Encoded(path.parent, tokenizer, loss)
+    prepared = [path.parent for _, path in source.files if is_prepared(path)]
+    if prepared and source.files[1:]:
+        raise InputError(f"{prepared[0]} is prepared, so nothing is read beside it: name it alone")
+    if prepared:
+        return Encoded(prepared[0], tokenizer, loss)
     key = _key(source, tokenizer, loss, cache)
     build = lambda folder: encode(source, tokenizer, loss, folder, key)
     return Encoded(build_once(cache / f"chat-{key[:16]}", build), tokenizer, loss)
@@ -133,7 +134,6 @@ class Encoded:
     """The encoded conversations in a folder; raises InputError if they are not as described."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str):
-        key = text_key(tokenizer)
         try:
             self.page = json.loads((folder / PREPARED[0]).read_text())
             with open(folder / "index.npz", "rb") as file:
@@ -144,7 +144,7 @@ class Encoded:
             raise InputError(
                 f"{folder} is damaged ({str(error).partition('. ')[0]}); delete it"
             ) from error
-        if made[0] != key:
+        if made[0] != text_key(tokenizer):
             raise InputError(
                 f"{folder} was prepared with another tokenizer or chat template than"
                 f" {tokenizer.folder}'s: run jaxllm data prepare again with that one"

@@ -255,6 +255,14 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
         opened(config, path=str(tmp_path / "out"), tokenizer=str(other))
 
 
+def test_of_several_prepared_folders_none_is_left_out_in_silence(config, tmp_path):
+    for name in ("a", "b"):
+        assert prepare(config, tmp_path / "all" / name) == 0
+    for path in ("all", "all/*/chat.json"):
+        with pytest.raises(InputError, match="all/a is prepared, so nothing is read beside it"):
+            opened(config, path=str(tmp_path / path))
+
+
 def test_the_cache_knows_data_template_and_loss(config, tmp_path, monkeypatch):
     fingerprint = opened(config).fingerprint
     monkeypatch.setattr(encoded, "encode", None)
