@@ -129,18 +129,20 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     silent = {i for i, m in enumerate(messages) if m.get("weight") == 0}
     if loss == "all":
         spans = [_added(tokenizer, show, text, i) for i in sorted(silent - {0})]
-        spans[:0] = [(0, len(show(1)[0]))] if 0 in silent else []
+        if 0 in silent:
+            spans.insert(0, (0, len(text) - len(text.removeprefix(show(1)[0]))))
+        if any(begin == end for begin, end in spans):
+            raise Refused("the chat template does not show where a message of weight 0 is")
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         return text, list(zip(edges[::2], edges[1::2], strict=True))
     silent |= set(range(asked))
-    spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in silent]
-    if not spoken:
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if silent.issuperset(answers):
         raise Refused("no assistant's turn")
     if has_marks(tokenizer, tools):
-        others = [i for i in silent if messages[i]["role"] == "assistant"]
-        without = [_added(tokenizer, show, text, i) for i in others]
+        without = [_added(tokenizer, show, text, i) for i in answers if i in silent]
         return text, [(a, b) for a, b in spans if all(b <= x or y <= a for x, y in without)]
-    return text, [_added(tokenizer, show, text, i) for i in spoken]
+    return text, [_added(tokenizer, show, text, i) for i in answers if i not in silent]
 
 
 def has_marks(tokenizer: Tokenizer, tools: Any = None) -> bool:

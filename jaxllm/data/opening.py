@@ -126,9 +126,7 @@ def _open_text(config: DataConfig, found, val_found, cache, vocab_size, only_val
 
 
 def _open_shards(config: DataConfig, found, val_found, cache, vocab_size, only_val):
-    files, val_files = found.files, val_found.files
-    if only_val:
-        files, val_files = val_files, files
+    files, val_files = ([], found.files) if only_val else (found.files, val_found.files)
     folders, written = dict.fromkeys(path.parent for _, path in files + val_files), {}
     for folder in folders:
         page = read_json(folder / "prepare.json", optional=True)
