@@ -130,9 +130,10 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     if loss == "all":
         spans = [_added(tokenizer, show, text, i) for i in sorted(silent - {0})]
         if 0 in silent:
-            spans.insert(0, (0, len(text) - len(text.removeprefix(show(1)[0]))))
-        if any(begin == end for begin, end in spans):
-            raise Refused("the chat template does not show where a message of weight 0 is")
+            until, said = show(1)[0], messages[0].get("content")
+            if not text.startswith(until) or (isinstance(said, str) and said.strip() not in until):
+                raise Refused("the chat template does not show where a message of weight 0 is")
+            spans.insert(0, (0, len(until)))
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         return text, list(zip(edges[::2], edges[1::2], strict=True))
     silent |= set(range(asked))

@@ -33,9 +33,8 @@ WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
-    name = device_kind.replace(" ", "")
-    parts = [] if SLOWER.search(device_kind) else PEAK_FLOPS
-    return next((PEAK_FLOPS[part] for part in parts if part in name), None)
+    parts = {} if SLOWER.search(device_kind) else PEAK_FLOPS
+    return next((x for part, x in parts.items() if part in device_kind.replace(" ", "")), None)
 
 
 def peak_memory() -> float | None:
