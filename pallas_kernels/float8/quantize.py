@@ -88,7 +88,7 @@ def cast_and_sum(
     values = saturated(x.astype(jnp.float32) * scale, dtype)
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
     result = lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
-    return result, x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0) if sums else None
+    return result, x.astype(jnp.float32).sum(tuple(range(x.ndim - 1))) if sums else None
 
 
 def known_norm(row_norm):

@@ -68,7 +68,7 @@ def quantized_linear(
 
 def _rows(x, weight, bias, *, dtype, kernel=True):
     dtype = jnp.dtype(dtype or x.dtype)
-    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, dtype, kernel)
+    y = _linear(x.reshape(-1, x.shape[-1]) if kernel else x, weight, bias, dtype, kernel)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
@@ -92,7 +92,7 @@ def _check(x, weight, bias):
 
 
 def _product(x, weight, bias, dtype, kernel: bool):
-    """The op for x (M, K), by the kernels or XLA."""
+    """The op for x, by the kernels, which take (M, K), or XLA."""
     if kernel and x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (bias,), (dtype,))[0][None]
     bare, many = bias is None and dtype == x.dtype, len(x) > matmul.MAX_ROWS
@@ -111,7 +111,7 @@ def _product(x, weight, bias, dtype, kernel: bool):
 
 
 def _plain_sums(x, weight: PlainWeight, dtype):
-    """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64).
+    """x w' in float32 for x (..., K), quantised by row (float64 for float64).
 
     dtype: of the result that is made of it.
     """
@@ -120,19 +120,19 @@ def _plain_sums(x, weight: PlainWeight, dtype):
     # 470 with float32.  y is then rounded twice, unless XLA keeps the sums wider.
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     out = jnp.int32 if codes.dtype == jnp.int8 else out
-    along_k = (((1,), (1,)), ((), ()))
+    along_k = (((x.ndim - 1,), (1,)), ((), ()))
     sums = lax.dot_general(codes, weight.codes, along_k, preferred_element_type=out)
     return sums.astype(t.dtype) * t * weight.scales
 
 
 def quantize_rows(x, dtype):
-    """x (M, K) as codes in int8 or float8_e4m3fn, and scales (M, 1): x is about their product.
+    """x (..., K) as codes in int8 or float8_e4m3fn, and scales (..., 1): x is about their product.
 
     A row that is not finite gets a scale that is not.
     """
     x = x.astype(mosaic.stat_dtype(x.dtype))
     integer = dtype == jnp.int8
-    scales = jnp.abs(x).max(1, keepdims=True) / (127 if integer else formats.E4M3_MAX)
+    scales = jnp.abs(x).max(-1, keepdims=True) / (127 if integer else formats.E4M3_MAX)
     v = x / jnp.where(scales == 0, 1, scales)
     return (jnp.round(v) if integer else v).astype(dtype), scales
 
@@ -144,8 +144,8 @@ def _forward(x, weight, bias, dtype, kernel):
 
 def _backward(dtype, kernel, saved, dy):
     weight, like, bias = saved
-    wide = mosaic.stat_dtype(like.dtype)
-    dbias = None if bias is None else dy.astype(wide).sum(0).astype(bias.dtype)
+    rows, wide = tuple(range(dy.ndim - 1)), mosaic.stat_dtype(like.dtype)
+    dbias = None if bias is None else dy.astype(wide).sum(rows).astype(bias.dtype)
     dy = dy.astype(like.dtype)
     if kernel and len(dy) > matmul.MAX_ROWS and gemm.has_gradient(weight):
         return gemm.linear(dy, weight, back=True), None, dbias
@@ -159,7 +159,7 @@ def _dense(weight, x):
     depend on x through a zero that XLA cannot see through.
     """
     if isinstance(weight, QuantizedWeight) and x.size:
-        zero = jnp.minimum((lax.slice(x, (0, 0), (1, 1)) != 0).astype(jnp.int32), 0)
+        zero = jnp.minimum((x[(0,) * x.ndim] != 0).astype(jnp.int32), 0)
         weight = dataclasses.replace(weight, words=weight.words + zero)
     return dequantize(weight, x.dtype)
 
