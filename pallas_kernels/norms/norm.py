@@ -101,17 +101,17 @@ def _rsqrt_jvp(primals, tangents):
 
 def normed_in_jnp(x, weight, bias, residual, x_bias, gate, *, centered, eps):
     """The formula in jnp, in float32 (float64 for float64)."""
-    dtype = x.dtype
-    s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), dtype)
+    s = x if x_bias is None else mosaic.rounded(mosaic.plus(x, x_bias), x.dtype)
     if residual is not None:
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)
     z = s.astype(mosaic.stat_dtype(s.dtype))
-    z = z - jnp.mean(z, axis=-1, keepdims=True) if centered else z
-    y = z * rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
+    mean = lambda z: z.sum(-1, keepdims=True) / max(z.shape[-1], 1)  # of no columns 0, not NaN
+    z = z - mean(z) if centered else z
+    y = z * rsqrt(mean(z * z) + eps)
     y = mosaic.plus(y if weight is None else y * weight.astype(y.dtype), bias)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
-    return y.astype(dtype), s
+    return y.astype(x.dtype), s
 
 
 def _check(x, weight, bias, residual, x_bias, gate):

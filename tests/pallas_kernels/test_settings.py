@@ -165,3 +165,11 @@ def test_only_a_nan_of_the_caller_stops_a_search_for_nan_without_jit(name):
         (x, *others), whole = arguments
         with pytest.raises(FloatingPointError, match="nan"):
             run((x.at[(0,) * x.ndim].set(jnp.nan), *others), whole)
+
+
+@pytest.mark.parametrize("op", [ops.layer_norm, ops.rms_norm])
+def test_a_norm_of_no_columns_stops_no_search_for_nan(op):
+    """The mean of no numbers is NaN, though no result has it."""
+    with jax.debug_nans(True):
+        y, pull = jax.vjp(op, jnp.ones((2, 0)), jnp.ones(0))
+        assert [x.shape for x in (y, *pull(y))] == [(2, 0), (2, 0), (0,)]
