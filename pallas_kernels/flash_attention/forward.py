@@ -400,7 +400,7 @@ def body(w: Worker):
 def forward(q, k, v, segments=None, *, call: Call):
     """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
-    q, k and v are padded to schedule.multiples(D); rows past call.lengths mean nothing.
+    q, k and v are as op.py pads wide heads; their rows past call.lengths mean nothing.
     segments: ids of the queries and of the keys, as op.py pads them, or None.
     """
     tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
