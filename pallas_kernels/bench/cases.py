@@ -227,6 +227,8 @@ CASES = (
         packed=True,
     ),
     _attention_packed((32, 1024, 2304), (4, 2048, 4608)),
+    # Tiles of 8 rows and 16 columns do not fill these.
+    attention("", shapes(_ATTENTION, (4, 2050, 32, 8, 128), (4, 2048, 16, 16, 72))),
     generation.decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
     generation.decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     vlstm(shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
