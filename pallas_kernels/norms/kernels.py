@@ -73,13 +73,13 @@ def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     x, params = mosaic.plus(x, x_bias), (weight, bias, x_bias)
     rows, of_residual, of_gate, *own = flatten(x, params, (x, residual, gate))
     t = choose_tiling("forward", rows.shape, x.dtype)
-    like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
+    inputs = rows, of_residual, *_ = jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2]))
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
-    types = like(x), None if residual is None else like(residual), (stat,) * (3 if centered else 1)
+    types = like(rows), like(of_residual), (stat,) * (3 if centered else 1)
     means = plgpu.SMEM((2 * t.groups * (1 + centered), LINES), jnp.float32)
     body = functools.partial(_normalise, centered, eps, t)
     call = launch("forward", body, t, types, dict(means_smem=means), centered, residual, gate)
-    y, s, stats = call(*jax.tree.map(t.view, (rows, of_residual, of_gate, *own[:2])))
+    y, s, stats = call(*inputs)
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(x.shape), (y, s))
     return (y, s), (x if s is None else s, stats, *params, gate)
 
@@ -99,9 +99,8 @@ def _normalise(
     def mean(f):
         """Row means of f(chunk), or of each array of a tuple."""
         parts = [jax.tree.map(lambda x, c=c: t.once(x, c), f(c)) for c in t.chunks]
-        total, tree = jax.tree.flatten(
-            functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
-        )
+        add = functools.partial(jax.tree.map, jnp.add)
+        total, tree = jax.tree.flatten(functools.reduce(add, parts))
         return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), most)]))
 
     def load(group):
@@ -185,6 +184,10 @@ def given(**arrays):
     return {k: a for k, a in arrays.items() if a is not None}
 
 
+def like(a):
+    return None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
 # ---- backward ----------------------------------------------------------------------------------
 
 
@@ -192,8 +195,7 @@ def given(**arrays):
 def backward(centered, _, saved, cotangents):
     """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the blocks' sums.
 
-    With a residual, both it and x get dx + ds; the gradient of x_bias is their sum over the rows,
-    which would cost XLA another pass over memory.
+    The gradient of x_bias is x's, summed over the rows, for which XLA would need another pass.
     A gate needs a forward pass without a bias.  If it is a part of a wider array, its gradient
     stands where it stands in an array like that, whose other columns are undefined.
     """
@@ -206,7 +208,6 @@ def backward(centered, _, saved, cotangents):
     # Steps take turns, so that a warp that is a step ahead overwrites nothing.
     means = plgpu.SMEM((2, t.groups * (1 + centered), LINES), jnp.float32)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
-    like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     types = like(x), like(gate), (sums,) * len(original)
     scratch = dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=means)
     body = functools.partial(_backward_tiles, centered, t, tuple(original))
@@ -245,9 +246,13 @@ def _backward_tiles(
         return totals
 
     steps = lax.div(t.tiles - 1 - block, jnp.int32(t.blocks)) + 1
-    totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
+    zeros = {k: [mosaic.zeros(t.shape, t.layout) for _ in t.chunks] for k in summed}
+    totals = lax.fori_loop(0, steps, step, zeros)
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, block])
+
+
+_KEPT = 4096  # elements of a tile of wide rows whose n and g stay in registers, at most
 
 
 class _Tile(NamedTuple):
@@ -264,8 +269,12 @@ class _Tile(NamedTuple):
 
     @property
     def keeps_operands(self) -> bool:
-        """As of the tiling; with a gate always, because the sigmoid takes longest."""
-        return self.t.keeps_operands or self.dgate is not None
+        """Whether n and g stay in registers between the passes over the tile.
+
+        For narrow rows it is faster to compute them again, but not a gate's sigmoid.
+        """
+        few = self.t.wide and self.t.tile * self.t.cols <= _KEPT
+        return few or self.dgate is not None
 
     def operands(self, group, c):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
@@ -285,7 +294,7 @@ class _Tile(NamedTuple):
 
 
 def _first_pass(now: _Tile, totals, means_smem):
-    """(n and g of each chunk if the tiling keeps them, the row means of each group)."""
+    """(n and g of each chunk if the tile keeps them, the row means of each group)."""
     kept, averaged = {}, []
     for group in range(now.t.groups):
         terms = []

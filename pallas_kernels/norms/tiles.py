@@ -34,7 +34,6 @@ _NARROW = 1024
 _WIDE = (2048, 2, 3), (2048, 1, 3), (4096, 1, 2), (MAX_COLS, 1, 1)
 _BLOCKS = 3  # on an SM, backward, narrow rows
 _SHORT = 2048  # narrow tiles of short rows grow up to this number of elements
-_KEPT = 4096  # n and g stay in registers for up to this number of elements of a tile's part
 
 
 class Tiling(NamedTuple):
@@ -64,14 +63,6 @@ class Tiling(NamedTuple):
         return range(mosaic.cdiv(self.strips, LINES) if self.wide else self.strips)
 
     @property
-    def keeps_operands(self) -> bool:
-        """Whether the backward kernel keeps n and g in registers between its passes over a tile.
-
-        For narrow rows it is faster to compute them again.
-        """
-        return self.wide and self.tile * self.strips * self.strip <= _KEPT
-
-    @property
     def shape(self) -> tuple[int, int]:
         return (LINES, self.strip)
 
@@ -79,15 +70,13 @@ class Tiling(NamedTuple):
     def layout(self) -> plgpu.Layout:
         return mosaic.warp_rows(self.strip // 32)
 
-    @property
-    def view_shape(self) -> tuple[int, ...]:
-        """The shape that kernels copy: (rows, heads, cols / strip, strip)."""
-        return (self.tiles * self.tile, self.heads, self.strips, self.strip)
-
     def view(self, x):
-        """Splits the columns into strips, after padding the rows to whole tiles."""
+        """Splits the columns into strips, after padding the rows to whole tiles.
+
+        Returns (rows, heads, cols / strip, strip), of a weight (heads, cols / strip, strip).
+        """
         x = mosaic.pad_axis(x, 0, self.tile) if x.ndim == 3 else x
-        return x.reshape(*x.shape[:-1], *self.view_shape[2:])
+        return x.reshape(*x.shape[:-1], self.strips, self.strip)
 
     def place(self, ref, tile):
         """Where an array has a tile's rows of this block's head.
@@ -126,9 +115,6 @@ class Tiling(NamedTuple):
     def broadcast(self, line, axis=0):
         """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)
-
-    def zeros(self):
-        return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
 def choose_tiling(direction, shape, dtype) -> Tiling:
