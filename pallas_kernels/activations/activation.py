@@ -178,12 +178,18 @@ def finished(activation, ys, biases, residual):
 
 
 # The forward pass of each returns its result and what the backward pass needs; that one takes
-# apply(tile, *inputs), which computes the gradients from the inputs and dy: `_elementwise`, or the
+# apply(tile, *inputs), which computes the gradients from the inputs and dy: `elementwise`, or the
 # kernel that multiplies for dy first (feed_forward.py).
 
 
-def _elementwise(name, dy):
-    return lambda tile, *inputs: elementwise(tile, *inputs, dy, name=name, outputs=len(inputs))
+def _with_kernel(name, forward, backward):
+    """The op with these passes, by `elementwise`; name: of the backward kernel."""
+
+    def run(saved, dy):
+        apply = lambda tile, *xs: elementwise(tile, *xs, dy, name=name, outputs=len(xs))
+        return backward(saved, apply)
+
+    return with_gradient(forward, run)
 
 
 def swiglu_forward(gate, up):
@@ -192,12 +198,6 @@ def swiglu_forward(gate, up):
 
 def swiglu_backward(saved, apply):
     return tuple(apply(swiglu_backward_tile, *saved))
-
-
-_swiglu = with_gradient(
-    swiglu_forward,
-    lambda saved, dy: swiglu_backward(saved, _elementwise("swiglu_backward", dy)),
-)
 
 
 def gelu_forward(x, bias):
@@ -226,14 +226,10 @@ def _plus(x, bias):
     return checkpoint_name(mosaic.plus(x, bias), "gelu")
 
 
-_gelu = with_gradient(
-    gelu_forward, lambda saved, dy: gelu_backward(saved, _elementwise("gelu_backward", dy))
-)
+_gelu = _with_kernel("gelu_backward", gelu_forward, gelu_backward)
+_swiglu = _with_kernel("swiglu_backward", swiglu_forward, swiglu_backward)
 
-GELU = (
-    Form("general", _gelu, "sm_80", gelu_why_not, why_slower),
-    Form("xla", gelu_reference),
-)
+GELU = Form("general", _gelu, "sm_80", gelu_why_not, why_slower), Form("xla", gelu_reference)
 SWIGLU = (
     Form("general", _swiglu, "sm_80", swiglu_why_not, why_slower),
     Form("xla", swiglu_reference),

@@ -23,7 +23,6 @@ the largest column norm of its right one:
 
 c covers the rounding of the operands; docs/fp8.md says what a loose bound costs.  SwiGLU's h would
 have too loose a bound, so a kernel computes its maximum first, which jax.checkpoint can save.
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
 import functools
@@ -124,11 +123,6 @@ def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
     if gate is None:
         return activation.gelu_why_not(_hidden(x, up), bias)
     return activation.swiglu_why_not(_hidden(x, gate), _hidden(x, up))
-
-
-def _parts_why_slower(x, up, *others, **options) -> str | None:
-    """Why XLA's activation is faster than the kernel, or None."""
-    return activation.why_slower(_hidden(x, up))
 
 
 def _hidden(x, w):
@@ -259,12 +253,11 @@ def _factors(g, u):
     return silu * u, u, silu
 
 
+_parts_why_slower = lambda x, up, *others, **options: activation.why_slower(_hidden(x, up))
+
 FORMS = (
     Form("hopper", functools.partial(_in_parts, fused=True), "sm_90a", why_not),
     Form("general", _in_parts, "sm_80", _parts_why_not, _parts_why_slower),
     Form("xla", _in_parts),
 )
-FP8 = (
-    Form("general", _fp8_whole, "sm_89", fp8_why_not),
-    Form("xla", _in_parts),
-)
+FP8 = Form("general", _fp8_whole, "sm_89", fp8_why_not), Form("xla", _in_parts)
