@@ -30,7 +30,6 @@ c.  Plane p of the last part has 4 bits: the first kept place + 4 times the seco
 """
 
 import dataclasses
-import functools
 import zlib
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -50,13 +49,10 @@ TURN = 4  # steps that a warpgroup's warps take at once
 _CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to that which clips nothing
 E4M3_MAX = 448.0
 _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
+_STATIC = {"static": True}  # a field of a pytree that is no array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["words", "scales", "offsets"],
-    meta_fields=["shape", "bits", "group", "format"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is no bool
 class QuantizedWeight:
     """A (K, N) weight that `quantize` packed: a pytree of arrays, which the module defines."""
@@ -64,10 +60,10 @@ class QuantizedWeight:
     words: Array
     scales: Array
     offsets: Array | None  # None: symmetric
-    shape: tuple[int, int]
-    bits: int
-    group: int | None  # None: one scale for each column
-    format: Format
+    shape: tuple[int, int] = dataclasses.field(metadata=_STATIC)
+    bits: int = dataclasses.field(metadata=_STATIC)
+    group: int | None = dataclasses.field(metadata=_STATIC)  # None: one scale for each column
+    format: Format = dataclasses.field(metadata=_STATIC)
 
     @property
     def step(self) -> int:
@@ -140,13 +136,12 @@ class QuantizedWeight:
             raise ValueError(f"the header {header} is not a quantised weight's")
         _, k, n, bits, group, kind, checksum = header
         names = ["words", "scales", *(["offsets"] if "offsets" in arrays else [])]
+        what = f"the packed {k} x {n} weight"
         if missing := [name for name in names if name not in arrays]:
-            raise ValueError(f"the packed {k} x {n} weight has no {missing[0]}")
+            raise ValueError(f"{what} has no {missing[0]}")
         found = {name: np.asarray(arrays[name]) for name in names}
         if (actual := _checksum(found)) != checksum:
-            raise ValueError(
-                f"the packed {k} x {n} weight is damaged: its checksum is {actual}, not {checksum}"
-            )
+            raise ValueError(f"{what} is damaged: its checksum is {actual}, not {checksum}")
         words, scales, offsets = (*map(jnp.asarray, found.values()), None)[:3]
         weight = cls(words, scales, offsets, (k, n), bits, group or None, formats[kind])
         weight.check()

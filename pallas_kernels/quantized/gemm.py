@@ -17,13 +17,12 @@ of x its columns.  Here the tensor core is the limit, so it must never wait for 
               start the wgmma of s; wait for the wgmma of s - 1, which frees its buffer
               warpgroup 0 refills the buffer of s - 2, once both warpgroups have freed it
 
-A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A step of 256 rows takes
-the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 250 to 440
-instructions: docs/decoding.md counts them.
+A warpgroup has at most two wgmmas in flight, whose w' take 32 registers; docs/decoding.md counts
+the instructions of a step.
 
 Without splits the block transposes its tile in the buffers of x, and writes y.  With splits, or
-with a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so
-two runs are equal bit for bit.
+with a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so two runs are
+equal bit for bit.
 """
 
 import functools
@@ -75,9 +74,7 @@ class ManyPlan(NamedTuple):
     group: int | None  # k in a group; None: one scale for each column
 
 
-def plan(
-    m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS, *, back: bool = False
-) -> ManyPlan:
+def plan(m: int, weight: QuantizedWeight, most_splits=_MOST_SPLITS, *, back=False) -> ManyPlan:
     """The plan for M rows of x (of dy for `back`) that should take least time."""
     turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
     sets = mosaic.cdiv(weight.words.shape[0], TILES * _WGS)

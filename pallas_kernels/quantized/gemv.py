@@ -293,12 +293,8 @@ def _normalize(p: RowPlan, refs):
 def _finish(p: RowPlan, refs, here, biases, residual):
     """Adds the sums of the warps in order, then bias, activation and residual; stores."""
     plgpu.barrier_wait(refs.bar)
-    smem = refs.sums_smem
-    sums = lambda i: [
-        read(smem.at[w, i, pl.ds(s * COLUMNS, COLUMNS)], _COLUMNS)
-        for w in range(p.wgs)
-        for s in range(TURN)
-    ]
+    warps = [(w, pl.ds(s * COLUMNS, COLUMNS)) for w in range(p.wgs) for s in range(TURN)]
+    sums = lambda i: [read(refs.sums_smem.at[w, i, own], _COLUMNS) for w, own in warps]
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
     if p.late:
         parts = [refs.norm_smem[w, i] for w in range(p.wgs) for i in range(TURN)]

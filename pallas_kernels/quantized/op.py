@@ -166,8 +166,6 @@ def _dense(weight, x):
 
 _linear = with_gradient(_forward, _backward, nondiff_argnums=(3, 4))
 
-FORMS = (
-    Form("hopper", _rows, "sm_90a", why_not),
-    Form("xla", functools.partial(_rows, kernel=False)),
-)
-ONE_ROW = (Form("general", _rows, "sm_80", why_not), FORMS[1])
+_ON_XLA = Form("xla", functools.partial(_rows, kernel=False))
+FORMS = Form("hopper", _rows, "sm_90a", why_not), _ON_XLA
+ONE_ROW = Form("general", _rows, "sm_80", why_not), _ON_XLA

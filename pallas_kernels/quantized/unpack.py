@@ -66,8 +66,7 @@ def transposed_tile(words, scales, offsets, bits: int, format: Format):
     """64 k x 64 n: level s + offset as bfloat16, for 4 and 8 bits.
 
     words: register arrays (64 / step, 128), of 4 tiles of 16 n.
-    scales, offsets: register arrays (1, 16) bfloat16 of these tiles; no offsets for symmetric
-    weights.
+    scales, offsets: register arrays (1, 16) bfloat16 of these tiles; no offsets if symmetric.
     """
     code = functools.partial(_transposed, bits, format)
     return _weights(code, (PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES), words, scales, offsets)
@@ -149,7 +148,7 @@ def _tile(block, bits, format, _, words, scales, offsets):
         group = p * len(scales) // PLANES
         for a, weight in enumerate(weights):
             offset = [offsets[group][a % 2]] if offsets else []
-            out[2 * p + a // 2, a % 2] = _scaled(weight, scales[group][a % 2], *offset)
+            out[2 * p + a // 2, a % 2] = _fma(weight, scales[group][a % 2], *offset)
     return _left_operand(out)
 
 
@@ -161,7 +160,7 @@ def _transposed(bits, format, _, words, scales, offsets):
         (levels,) = operands([lane_words(own)], range(1), bits, format)
         s, *offset = (doubled(a[t].registers.flat[0]) for a in (scales, offsets) if a)
         for a, level in enumerate(levels):
-            weight = _scaled(level, s[a % 2], *(o[a % 2] for o in offset))
+            weight = _fma(level, s[a % 2], *(o[a % 2] for o in offset))
             weight = asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", weight)
             out[2 * t + a % 2, a // 2] = weight
     return _left_operand(out)
@@ -174,12 +173,6 @@ def _left_operand(words: dict):
     for (eight, half), word in words.items():
         out[0, eight, 0, 0, half, 0, 0, 0, 0] = llvm.bitcast(pair, word)
     return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-
-def _scaled(level, s, offset=None):
-    if offset is None:
-        return _multiply(level, s)
-    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", level, s, offset)
 
 
 def _load(parts, _, ref):
@@ -236,10 +229,7 @@ def _dot(t, _, acc, x, words, scales):
 
 
 def _right_operands(x, format: Format) -> list:
-    """For each plane k = 2 j and the next, and those 8 further.
-
-    In 2:4 plane 4 p + m has place m of the fours of block p.
-    """
+    """For each plane, in the order of `operands`, k = 2 j and the next, and those 8 further."""
     if format == "2:4":
         words = ir.VectorType.get((4,), i32())
         return _places([_elements(vector.bitcast(words, eight)) for eight in x.registers.flat])
@@ -325,7 +315,7 @@ def _level(halves, place: int, bits: int, format: Format):
     if format == "fp8":  # sign to sign, exponent to exponent: 2^-120 of the number
         sign = _take(_shift(halves, 8 - place), 0x8000)
         small = arith.ori(sign, _take(_shift(halves, 4 - place), 0x07F0))
-        return _multiply(small, constant(0x7B80 * _HALVES))
+        return _fma(small, constant(0x7B80 * _HALVES))
     if bits == 1:  # 1 with the sign of the code
         return _take(_shift(halves, 15 - place), 0x8000, 0xBF80)
     to = 5 if bits == 2 else 0
@@ -360,14 +350,18 @@ def _take(halves, mask: int, flip: int = 0) -> Any:
     return asm(f"lop3.b32 $0, $1, {mask:#x}, {flip:#x}, {(0xF0 & 0xCC) ^ 0xAA};", halves)
 
 
-# GPUs before Hopper have only fma for bfloat16.  For sm_90 ptxas makes the same instructions of it
-# as of sub and mul.
+def _fma(a, b, c=None):
+    """a b + c, or a b, of two bfloat16 each.
+
+    GPUs before Hopper have only fma for bfloat16.  For sm_90 ptxas makes the same instructions of
+    it as of sub and mul.
+    """
+    c = constant(0x8000 * _HALVES) if c is None else c  # -0
+    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
+
+
 def _subtract(a, b):
-    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", b, constant(0xBF80 * _HALVES), a)
-
-
-def _multiply(a, b):
-    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, constant(0x8000 * _HALVES))
+    return _fma(b, constant(0xBF80 * _HALVES), a)  # -1 b + a
 
 
 def lane_words(array) -> list:
