@@ -99,10 +99,9 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
-    h, norm, sign = chunk_outputs(
-        q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start), n,
-        mode="forward", normalize=call.normalize,
-    )  # fmt: skip
+    vectors = dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start)
+    how = dict(mode="forward", normalize=call.normalize)
+    h, norm, sign = chunk_outputs(q, k, v, c, vectors, n, **how)
     h = h.reshape(*arrays[0].shape[:2], i.shape[2], -1)
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
     # states, which take more memory than h and little time.
@@ -144,15 +143,12 @@ def cell_backward(call, saved, cotangents):
     seen = dict(row=row, col=g.col, start=g.start)
     dq, (dot,) = _gradient("dq", joint, dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q)
     shift = sign * dot
-    dc, dn, d_first, c_dc = states(
-        q, dh, carried, carried * shift, g.decay, d_last, c,
-        reverse=True, last=call.first,
-    )  # fmt: skip
+    back = dict(reverse=True, last=call.first)
+    dc, dn, d_first, c_dc = states(q, dh, carried, carried * shift, g.decay, d_last, c, **back)
     seen |= dict(scale=g.admit)
     one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq
-    dk, (inside, outside) = _gradient(
-        "dk", dq if one else None, v, dh, q, dc, seen | dict(shift=shift), dn, k
-    )
+    shifted = seen | dict(shift=shift)
+    dk, (inside, outside) = _gradient("dk", dq if one else None, v, dh, q, dc, shifted, dn, k)
     dv, _ = _gradient("dv", dk if one else None, k, q, dh, dc, seen, None, v)
     gradients = (dv,) if one else (dq, dk, dv)
     gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))
@@ -181,10 +177,8 @@ def gated_fits(packed: Packed, weight, eps, implementation) -> bool:
         return False
     _, (heads, dqk), _, (_, dv) = packed.parts
     h = jax.ShapeDtypeStruct((*packed.array.shape[:2], heads, dv), packed.array.dtype)
-    arrays = h, weight, None, None, None, h
-    norm, decision, _ = dispatch.choose(
-        "layer_norm", NORM_FORMS, implementation, *arrays, centered=True, eps=eps
-    )
+    call = "layer_norm", NORM_FORMS, implementation, h, weight, None, None, None, h
+    norm, decision, _ = dispatch.choose(*call, centered=True, eps=eps)
     if not norm.is_kernel or 2 * heads * dqk % dv:
         return False
     dispatch.record(decision)

@@ -143,15 +143,10 @@ def load_square(w: ChunkWorker, n):
     kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
     slot, there = w.smem.ring.at[lax.rem(n, SLOTS)], n < steps
     length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
-    of_chunk = lambda x: (
-        lambda: ampere.load_rows(x.array, slot, w.b, w.h * x.tiles + j, w.row0, length)
-    )
-    squares = [
-        of_chunk(inputs.b),
-        of_chunk(inputs.x),
-        lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state),
-    ]
-    lax.switch(kind, squares + [of_chunk(inputs.y)] * s.transposes_state)
+    of_chunk = lambda x: ampere.load_rows(x.array, slot, w.b, w.h * x.tiles + j, w.row0, length)
+    b, x, y = (functools.partial(of_chunk, part) for part in (inputs.b, inputs.x, inputs.y))
+    state = lambda: ampere.load_rows(inputs.states, slot, w.item, j, i * SIZE, of_state)
+    lax.switch(kind, [b, x, state] + [y] * s.transposes_state)
 
 
 def square(w: ChunkWorker, n):

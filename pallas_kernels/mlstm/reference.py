@@ -3,10 +3,9 @@
 Both compute the same function of q, k, v and the gates; docs/vlstm.md derives it.  The gates are
 kept as logarithms, and `m` is subtracted from every exponent so that none overflows: a state
 (C, n, m) represents the true state (C e^m, n e^m).  At eps = 0 neither h nor the true state depends
-on m.  The chunkwise form therefore does not differentiate the m of the states, which is exact and
-cheaper.  It does differentiate the m of a row: where l divides h, the gradients of a row's
-exponents sum to 0, and m's gradient subtracts what rounding leaves of that sum from the largest
-weight.  The other weights may be far smaller than this remainder.
+on m, so the chunkwise form does not differentiate the m of the states.  It does differentiate the m
+of a row: where l divides h, the gradients of a row's exponents sum to 0, and m's gradient subtracts
+what rounding leaves of that sum from the largest weight.  The others may be far smaller than it.
 
 Axes: B batch, T time, H heads, K = DQK, V = DV, N chunks, L positions of a chunk.
 """
@@ -93,10 +92,8 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
 
     # Compute the states between chunks.  h depends on their m only through eps (see above).
     hold = lax.stop_gradient if eps == 0 else lambda m: m
-    keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
-    (c, n, m_before), state = _between_chunks(
-        k, v, b[..., -1], log_d[..., -1, :], keeps, state, hold, dtype
-    )
+    of_chunk = b[..., -1], log_d[..., -1, :], jnp.broadcast_to(continues, b.shape)[..., -1]
+    (c, n, m_before), state = _between_chunks(k, v, *of_chunk, state, hold, dtype)
 
     # Compute the rows from the carried state and the chunk's own positions.
     carried = b + jnp.where(continues, m_before[..., None], 0)
@@ -146,9 +143,8 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
     k_in = jnp.exp(a - m_after[..., None])[..., None] * k
     true_scale = jnp.exp(m - hold(m))  # 1, with the gradient of e^m
     state = c * true_scale[..., None, None], n * true_scale[..., None]
-    (c, n), before = lax.scan(
-        next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
-    )
+    added = _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2)
+    (c, n), before = lax.scan(next_state, state, (decay, *added))
     true_scale = jnp.exp(hold(m_last) - m_last)  # 1, with the gradient of e^-m
     return (*before, m_before), (c * true_scale[..., None, None], n * true_scale[..., None], m_last)
 
