@@ -32,7 +32,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
 from pallas_kernels import ampere, dispatch, mosaic
 
@@ -75,10 +74,8 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     return cast_and_sum(x, dtype, kernel, False, largest)[0]
 
 
-def cast_and_sum(
-    x, dtype, kernel: bool, sums: bool, largest=None
-) -> tuple[Cast, Float[Array, " K"] | None]:
-    """`cast`, and if `sums` the sum of x's rows in float32."""
+def cast_and_sum(x, dtype, kernel: bool, sums: bool, largest=None) -> tuple[Cast, Any]:
+    """(`cast`, the sum of x's rows in float32 (K,), or None without `sums`)."""
     if largest is None:
         largest = named(_largest_by_kernel(x) if kernel else _largest(x))
     if kernel:

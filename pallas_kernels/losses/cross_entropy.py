@@ -177,7 +177,6 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
         out_type=[rows] * keep if given else [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
         **mosaic.grid(row=n),
         num_threads=_GROUPS,
-        thread_name="group",
         scratch_types=({} if given else dict(tops_smem=lines, totals_smem=lines, meet_bar=bar))
         | (dict(written_bar=bar) if write else {}),
         # A thread overwrites only what it has read itself; the other threads read the label's logit
@@ -270,7 +269,7 @@ def _body(
     written_bar=None, **meeting,
 ):  # fmt: skip
     """A block computes the statistics of its row, unless given, and the gradient, if requested."""
-    index, group = lax.axis_index("row"), lax.axis_index("group")
+    index, group = lax.axis_index("row"), lax.axis_index("wg")
     label = labels_ref[index]
     valid = real if valid_ref is None else valid_ref[0]
     dz_ref = out_refs[0] if given_refs and out_refs else z_ref

@@ -204,10 +204,8 @@ def _local(labels, v, vocab_size, vocab_axis):
     return jnp.where((column >= 0) & (column < valid), column, -1), valid
 
 
-def _run(
-    x, weight, labels, scale, dw, o: _Options, differentiate: bool, frozen: bool = False
-) -> tuple[Any, tuple[Any, Any]]:
-    """`scale` times the sum of all losses, and its gradients dx and dw + dW (float32) or None.
+def _run(x, weight, labels, scale, dw, o: _Options, differentiate: bool, frozen=False) -> tuple:
+    """(`scale` times the sum of all losses, (dx, dw + dW in float32)), each gradient or None.
 
     dw: float32 or None, which stands for 0.
     frozen: the weight needs no gradient, so dW is None.
@@ -224,6 +222,7 @@ def _run(
     factor = mask_by_label(factor, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None if dw is None else padded(dw)
     chunk = functools.partial(_fp8_chunk, scale) if o.fp8 else functools.partial(_chunk, w)
+    how = valid, o, differentiate, frozen
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_now, w_now = of(x), w
@@ -231,9 +230,7 @@ def _run(
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
             x_now, w_now, dw, dx[-1] = lax.optimization_barrier((x_now, w, dw, dx[-1]))
-        some, more_dx, more = chunk(
-            x_now, w_now, of(local), of(factor), valid, o, differentiate, frozen
-        )
+        some, more_dx, more = chunk(x_now, w_now, of(local), of(factor), *how)
         loss += jnp.where(of(labels) == o.ignore_index, 0, some).sum()
         if differentiate:
             dx.append(more_dx)
