@@ -267,7 +267,4 @@ def _pad(x: jax.Array) -> jax.Array:
 
 _encoder = with_gradient(_forward, _backward, nondiff_argnums=(3,))
 
-FORMS = (
-    Form("general", _encoder, "sm_80", why_not, why_slower),
-    Form("xla", encoder_reference),
-)
+FORMS = Form("general", _encoder, "sm_80", why_not, why_slower), Form("xla", encoder_reference)

@@ -200,7 +200,6 @@ def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
     """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 
     in_place: 0, or rotates this many heads of a single array in place, and leaves the others.
-    Nothing is copied in a program that does not use the array again.
     """
     b, t, _, d = arrays[0].shape
     n = b * t

@@ -316,7 +316,5 @@ def _normed(p: SingleRowPlan, x_ref, norm, columns):
     return x if bias is None else x + own(bias)
 
 
-FORMS = (
-    Form("general", _rows, "sm_80", why_not, why_slower),
-    Form("xla", functools.partial(_rows, kernel=False)),
-)
+_ON_XLA = Form("xla", functools.partial(_rows, kernel=False))
+FORMS = Form("general", _rows, "sm_80", why_not, why_slower), _ON_XLA

@@ -37,6 +37,4 @@ def _backward(adds, total, dw):
     return None, total + dw.astype(total.dtype) if adds else dw.astype(total.dtype)
 
 
-_summed = with_gradient(
-    lambda weight, total, adds: (weight, total), _backward, nondiff_argnums=(2,)
-)
+_summed = with_gradient(lambda w, total, adds: (w, total), _backward, nondiff_argnums=(2,))
