@@ -125,8 +125,8 @@ def load_rows(w: Worker, item, side=0):
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
     places = (inputs.q, tma.q, at), (inputs.do, tma.do, at), (inputs.o, *buffer_of_o(w, tma))
-    for ref, *place in places:
-        schedule.copy_rows(w, ref, batch, rows, head, *place, bar)
+    for ref, buffers, slot in places:
+        schedule.copy_rows(w, ref, batch, rows, head, buffers, slot, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
     for n, ref in enumerate(stats):
         plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)

@@ -163,7 +163,8 @@ class Schedule(NamedTuple):
         tiles = [tile(width) for width in self.blocks]
         if not self.plain or dispatch.interpreting():
             return tiles
-        plain = [plgpu.SMEM(x.shape, x.dtype, transforms=x.transforms[1:]) for x in tiles]
+        swizzle = lambda x: mosaic.wgmma_tiles(x.shape[-1], x.dtype)[1:]
+        plain = [plgpu.SMEM(x.shape, x.dtype, transforms=swizzle(x)) for x in tiles]
         return plgpu.RefUnion(tiles, plain)
 
     def ids(self, n: int, rows: int):
@@ -317,7 +318,8 @@ def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> Non
         for tile, cut in zip(tiles_at(getattr(w.tma, name), at), w.cuts, strict=True):
             plgpu.copy_smem_to_gmem(tile, target.at[batch, pl.ds(row, ROWS), head, cut])
         return
-    ampere.store_rows(*buffers, target, batch, head, row, target.shape[1])
+    (buffer,) = buffers
+    ampere.store_rows(buffer, target, batch, head, row, target.shape[1])
     plgpu.commit_smem()  # all threads have read the buffer, which TMA may fill next
 
 
