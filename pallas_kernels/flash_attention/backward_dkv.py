@@ -59,7 +59,8 @@ def ahead(s: Schedule) -> int:
 def runs_on(s: Schedule) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
 
-    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask.
+    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask,
+    and in two blocks ptxas, which copies P and dS for each, would serialize every wgmma (C7511).
 
     A slot then stays taken for a step more.  In halves a step loads before it frees one, so its
     ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
