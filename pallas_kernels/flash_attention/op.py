@@ -70,7 +70,7 @@ def attention(
     A query that sees no key gets zeros and lse = -inf.  If all its visible logits are -inf (from
     an infinity in q or k) it gets NaN, but zeros from the kernels with a window of less than 128 or
     segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
-    The kernels' gradients need logits below about 1e6.
+    The kernels' gradients need logits below about 1e5.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv")
     of_q, of_k, of_v = shapes(operands)
