@@ -224,7 +224,8 @@ class Page:
 
     def only(self, key: str, *allowed) -> None:
         """Raises InputError unless the value is one of `allowed`; the first is the default."""
-        if self.get(key, allowed[0]) not in allowed:
+        off = allowed[0] is True and key in self.page  # null turns a switch off
+        if self.get(key, not off and allowed[0]) not in allowed:
             said = " or ".join(map(repr, allowed))
             raise InputError(f"{self.path}: {key}={self.page[key]!r} is not supported; only {said}")
 
@@ -282,8 +283,7 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta", fields["rope_theta"])
     rope.refuse_rest()
     found = dict(rope_theta=theta, rope_scaling=scaling or None)
-    # null, or Llama's default
-    if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:
+    if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:  # or Llama's default
         found["n_kv_heads"] = fields["n_heads"]
     return found
 

@@ -52,6 +52,7 @@ REFUSED = {
         dict(rope_scaling={"type": "linear"}), dict(rope_scaling={"factor": 2.0}),
         dict(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "rope_type": "yarn"}),
         dict(rope_scaling=YARN | {"truncate": False, "rope_type": "yarn"}),
+        dict(rope_scaling=YARN | {"truncate": None, "rope_type": "yarn"}),
         dict(rope_scaling={"rope_type": "longrope", "long_factor": [2.0] * 4}),
         dict(rope_scaling={"full_attention": ROTARY}),
         dict(rope_scaling=ROTARY | {"attention_factor": 0.5}), dict(partial_rotary_factor=0.5),
@@ -67,6 +68,7 @@ REFUSED = {
     "qwen3": [dict(attention_bias=True), dict(num_experts=8), dict(mlp_bias=True)],
     "gpt2": [
         dict(activation_function="gelu"), dict(scale_attn_weights=False), dict(n_inner=0),
+        dict(scale_attn_weights=None),
         dict(scale_attn_by_inverse_layer_idx=True), dict(add_cross_attention=True),
         dict(tie_word_embeddings=False), dict(hidden_size=32), dict(rope_scaling=LINEAR),
     ],
