@@ -5,6 +5,7 @@ A run's folder has the same files, but token_ids.json (`IDS`) in place of config
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _token(value: Any, **flags: bool) -> AddedToken:
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
     """{name: chat template}; where files hold templates, tokenizer_config.json's do not count."""
     found, more = {}, sorted(folder.glob("additional_chat_templates/*.jinja"))
-    for path in filter(Path.is_file, (folder / "chat_template.jinja", *more)):
+    for path in filter(os.path.lexists, (folder / "chat_template.jinja", *more)):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

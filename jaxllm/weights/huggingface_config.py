@@ -358,8 +358,7 @@ def config_json(config: ModelConfig, dtype: str, source: str = "") -> dict[str, 
     page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
     page["tie_word_embeddings"] = tied(config)
     if config.type == "llama3":
-        page["head_dim"] = config.head_dim
-        page["rope_scaling"] = None
+        page |= {"head_dim": config.head_dim, "rope_scaling": None}
         if config.rope_scaling is not None:
             scaling, rope = config.rope_scaling.model_dump(exclude_none=True), "llama3"
             if "attention_factor" in scaling:

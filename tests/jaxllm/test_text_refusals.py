@@ -98,9 +98,14 @@ def test_what_a_post_processor_lacks_is_named(tmp_path):
             Tokenizer(folder)
 
 
-def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+def test_a_chat_template_that_cannot_be_read_is_named(tmp_path):
+    """A link to nothing, too: that of tokenizer_config.json would take its place unsaid."""
     folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
     (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read as"):
+        Tokenizer(folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("../blobs/gone")
     with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read as"):
         Tokenizer(folder)
 
