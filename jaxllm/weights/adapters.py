@@ -76,7 +76,7 @@ class AdapterWeights:
     step: int = 0
 
     def __post_init__(self):
-        own = (self.folder / "tokenizer.json").exists()
+        own = (self.folder / "tokenizer.json").exists(follow_symlinks=False)
         self.text = self.folder if own else self.base.folder  # the folder with the tokenizer
         self.packing = self.base.packing or base_packing(self.config)
         self._sums: dict[str, str] = {}

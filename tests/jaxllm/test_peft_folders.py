@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.config import Config, MeshConfig, OptimizerConfig, TrainConfig
 from jaxllm.errors import InputError
-from jaxllm.infer.decode import load_model
+from jaxllm.infer.decode import load_model, open_tokenizer
 from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.train.step import Trainer
@@ -182,6 +182,14 @@ def test_folders_of_peft_that_do_not_fit_are_refused(tmp_path, page, message):
 def test_how_adapters_were_drawn_matters_only_if_it_changed_their_base(tmp_path):
     for i, drawn in enumerate((True, False, "gaussian", "orthogonal")):
         assert open_weights(peft_folder(tmp_path / str(i), init_lora_weights=drawn)).arrays
+
+
+def test_a_link_to_nothing_is_no_reason_to_take_the_bases_tokenizer(tmp_path):
+    folder = peft_folder(tmp_path)
+    assert open_weights(folder).text == tmp_path / "base"
+    (folder / "tokenizer.json").symlink_to("../blobs/gone")
+    with pytest.raises(InputError, match=r"init/tokenizer\.json is missing: copy"):
+        open_tokenizer(open_weights(folder))
 
 
 def test_adapters_may_lie_beside_their_base(tmp_path):
