@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
 
@@ -79,7 +80,7 @@ def _kernel(eqn, launches: int, arrays: list) -> TracedKernel:
         blocks=math.prod(mesh.grid),
         warpgroups=mesh.num_threads or 1,
         shared=shared,
-        tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers if _is_data(a)),
+        tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers for a in _tiles(a)),
         arrays=sum(_size(v.aval) for v in arrays),
         launches=launches,
     )
@@ -106,6 +107,13 @@ def _reduces(jaxpr) -> bool:
         eqn.primitive.name.startswith("reduce_") or any(map(_reduces, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
+
+
+def _tiles(aval) -> list:
+    """The arrays of a buffer: none if it is a barrier, those of the first view if it is a union."""
+    if not hasattr(aval, "refs"):
+        return [aval] if _is_data(aval) else []
+    return [getattr(view, "ref", view) for view in jax.tree.leaves(aval.refs[0])]
 
 
 def _is_data(aval) -> bool:

@@ -44,6 +44,12 @@ def test_without_a_gpu_it_is_the_plan_for_an_h100():
 
 
 @on_cpu
+def test_tiles_that_have_two_views_are_listed_as_wgmma_reads_them():
+    (kernel,) = explain("attention", *[like("bfloat16", 1, 198, 1, 72)] * 3).parts[0].kernels
+    assert kernel.tiles[:2] == ("bfloat16[2, 8, 1, 8, 64]", "bfloat16[2, 8, 1, 8, 32]")
+
+
+@on_cpu
 def test_shared_memory_is_what_the_compiler_reserves(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     small = like("bfloat16", 64, 256), like("float32", 256)
