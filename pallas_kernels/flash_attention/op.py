@@ -58,7 +58,7 @@ def attention(
     """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
     q: or a `Packed` of q, k and v, which the kernels read in place where D is a multiple of 8, and
-        above 128 D is one of 32 and T one of 8; otherwise it is split in copies.
+        above 128 in Hopper's form D is one of 32 and T one of 8; otherwise it is split in copies.
     causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
