@@ -38,6 +38,8 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDEST = 256  # the largest head dimension: O then takes 128 of a thread's 255 registers
+# What T and D are multiples of where the kernels read arrays in place (`schedule.blocks_of`).
+_multiples = lambda d, general: (1, 8) if general or d <= 128 else (8, 32)
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
@@ -238,8 +240,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    # Wide heads are copied in whole strips (`blocks_of`).
-    rows, columns = (1, 8) if general or d <= 128 else (8, 32)
+    rows, columns = _multiples(d, general)
     if isinstance(operands, Packed) and t % rows == d % columns == 0:
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
@@ -258,9 +259,8 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
 
 def _padded(arrays, call: Call):
     """Copies of wide heads as Hopper's kernels read them, or the arrays, if nothing is missing."""
-    if call.general or call.width <= 128:
-        return arrays
-    return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 32) for x in arrays)
+    rows, columns = _multiples(call.width, call.general)
+    return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns) for x in arrays)
 
 
 def _attention_forward(arrays, segments, call: Call, with_lse):

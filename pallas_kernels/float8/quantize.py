@@ -74,7 +74,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     return cast_and_sum(x, dtype, kernel, False, largest)[0]
 
 
-def cast_and_sum(x, dtype, kernel: bool, sums: bool, largest=None) -> tuple[Cast, Any]:
+def cast_and_sum(x, dtype, kernel: bool, sums: bool, largest=None) -> tuple[Cast, jax.Array | None]:
     """(`cast`, the sum of x's rows in float32 (K,), or None without `sums`)."""
     if largest is None:
         largest = named(_largest_by_kernel(x) if kernel else _largest(x))

@@ -177,8 +177,8 @@ def gated_fits(packed: Packed, weight, eps, implementation) -> bool:
         return False
     _, (heads, dqk), _, (_, dv) = packed.parts
     h = jax.ShapeDtypeStruct((*packed.array.shape[:2], heads, dv), packed.array.dtype)
-    call = "layer_norm", NORM_FORMS, implementation, h, weight, None, None, None, h
-    norm, decision, _ = dispatch.choose(*call, centered=True, eps=eps)
+    norm_call = "layer_norm", NORM_FORMS, implementation, h, weight, None, None, None, h
+    norm, decision, _ = dispatch.choose(*norm_call, centered=True, eps=eps)
     if not norm.is_kernel or 2 * heads * dqk % dv:
         return False
     dispatch.record(decision)
