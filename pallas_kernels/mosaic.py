@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
-from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels import dispatch, guard
 from pallas_kernels.options import own_settings
@@ -95,6 +95,34 @@ def _any_reaches(limit, _, x):
     everyone = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
     above = nvvm.vote_sync(everyone, above, nvvm.VoteSyncKind.any)
     return mgpu.FragmentedArray.splat(arith.extui(i32, above), (), is_signed=True)
+
+
+def count(counter):
+    """Adds 1 to counter[0] in the block's first thread: what it was before, for that thread."""
+    return inline(_count, (plgpu.RefType(),), (), jnp.int32, plgpu.Layout.WG_SPLAT)(counter)
+
+
+def _count(_, counter):
+    code = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p atom.global.add.u32 $0, [$1], 1; }"
+    place = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(counter))
+    thread = mgpu.thread_idx()
+    old = llvm.inline_asm(thread.type, [place, thread], code, "=r,l,r", has_side_effects=True)
+    # pyrefly: ignore[bad-argument-type]
+    return mgpu.FragmentedArray.splat(old, (), is_signed=True)
+
+
+def store_number(ref, x) -> None:
+    """ref[0] = the int32 x of the block's first thread; ref is in shared memory."""
+    types = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    plgpu.inline_mgpu(arg_types=types)(functools.partial(_store_number))(ref, x)
+
+
+def _store_number(_, ref, x):
+    code = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.u32 [$0], $1; }"
+    thread = mgpu.thread_idx()
+    place = llvm.ptrtoint(thread.type, mgpu.utils.memref_ptr(ref))
+    operands, void = [place, x.registers.item(), thread], ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, operands, code, "r,r,r", has_side_effects=True)
 
 
 def read(ref, layout) -> jax.Array:

@@ -49,6 +49,10 @@ def store_rows(array, tile, batch, head, first, end):
     return {0: ((batch, slice(first, first + n), head), tile[:n, : array.shape[3]])}
 
 
+def store_number(ref, x):
+    return {0: np.full_like(ref, x)}
+
+
 @own_settings()
 def tile(block, bits, format, words, scales, offsets):
     words = jnp.stack([w.reshape(4, LANES, WORDS) for w in words], 1)
@@ -106,4 +110,5 @@ MEMORY = {
     ampere._load_rows: OnMemory(load_rows, asynchronous=True, commits=True),
     ampere._load_line: OnMemory(load_line, asynchronous=True),
     ampere._store_rows: OnMemory(store_rows, stores=True),
+    mosaic._store_number: OnMemory(store_number),
 }

@@ -258,10 +258,14 @@ def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
     k_ids = wait_for_k(w, i)
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc))
-    dk, dv = ([acc[...] for acc in accs] for accs in (dk_acc, dv_acc))
-    plgpu.wait_smem_to_gmem(0)  # the block before has left
-    store(w, i, "dk", dk)
-    store(w, i, "dv", dv)
+
+    def store_both():
+        dk, dv = ([acc[...] for acc in accs] for accs in (dk_acc, dv_acc))
+        plgpu.wait_smem_to_gmem(0)  # the block before has left
+        store(w, i, "dk", dk)
+        store(w, i, "dv", dv)
+
+    steps.finish(w, i, store_both)
 
 
 def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
@@ -423,8 +427,8 @@ def body(w: Worker):
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *, call: Call):
-    """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
+def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, given=None, *, call: Call):
+    """(dk, dv) like (k, v); with refs `given` (joint, a 0) nothing: they are written to the first.
 
     minus_lse, minus_delta: from the dQ kernel.
     """
@@ -435,9 +439,10 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, joint=None, *,
     if written % tile.step:  # the last step has a half without queries, so its P must be 0
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)
         minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)
-    inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta, joint=joint)
+    inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta)
+    inputs["joint"], counter = given or (None, None)
     like = schedule.gradient(k, call.lengths[1], call)
     return schedule.launch(
         "attention_backward_dkv", body, tile, call, inputs, segments,
-        () if call.heads else (like, like), scratch, by_keys=True,
+        () if call.heads else (like, like), scratch, by_keys=True, counter=counter,
     )  # fmt: skip

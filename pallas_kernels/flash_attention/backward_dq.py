@@ -39,7 +39,7 @@ def tiles(head_dim: int, segmented: bool) -> Tiles:
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
         return Tiles(3, 64, 4, True, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 3, True, 16)
+        return Tiles(2, 64, 3, not segmented, 16)
     # From 224 on as much as shared memory and registers hold.
     return Tiles(2, 64, 3, False, 8) if head_dim <= 192 else Tiles(2, 64, 2, False, 16)
 
@@ -323,7 +323,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
         wait_for_keys(w, i, i.first)
     one(i.first, s.masks_first)
     steps.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
-    store(w, i, [acc[...] for acc in dq_acc])
+    steps.finish(w, i, lambda: store(w, i, [acc[...] for acc in dq_acc]))
 
 
 def store(w: Worker, i: Item, dq):
@@ -356,6 +356,7 @@ def differentiate(w: Worker, i: Item):
         def _():
             load_following(w, i)
             pass_by(w, i, i.n0, i.end)
+            steps.finish(w, i, lambda: None)
 
     return i.end
 
@@ -380,8 +381,6 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [schedule.gradient(q, call.lengths[0], call), stat, stat]
     memory = functools.partial(scratch, has_dlse=dlse is not None)
-    # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
-        "attention_backward_dq", body, tile, call, inputs, segments,
-        out_type, memory, reduction_scratch_bytes=0,
-    )  # fmt: skip
+        "attention_backward_dq", body, tile, call, inputs, segments, out_type, memory
+    )

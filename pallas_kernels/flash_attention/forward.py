@@ -49,9 +49,10 @@ def tiles(head_dim: int, segmented: bool) -> Tiles:
     if head_dim <= 80:
         return Tiles(3, 128, 4 if head_dim <= 64 else 3, True, 16)
     if head_dim == 112:
-        return Tiles(3, 96, 2, True, 16)
+        return Tiles(3, 96, 2, not segmented, 16)
     if head_dim <= 128:
-        return Tiles(2, 128, 3, head_dim <= 96 or not segmented, 16)
+        # Three slots of K leave no room for the ids at D = 128.
+        return Tiles(2, 128, 2 if segmented and head_dim > 96 else 3, True, 16)
     # The more columns O has, the fewer keys fit in registers and shared memory.
     if head_dim <= 160:
         return Tiles(2, 128, 2, False, 16)
@@ -133,12 +134,6 @@ def load(w: Worker, x: Operand, n, stream):
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
 
-def load_from(w: Worker, begin, n0, stream):
-    """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
-    for x in (keys_of(w), values_of(w)):
-        pl.loop(begin, n0 + x.ahead)(lambda n, x=x: load(w, x, n, stream))
-
-
 def load_later(w: Worker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
     for x in (keys_of(w), values_of(w)):
@@ -148,7 +143,9 @@ def load_later(w: Worker, i: Item, n):
 def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item)
-    load_from(w, 0, 0, steps.stream_of(w, item))
+    stream = steps.stream_of(w, item)
+    for x in (keys_of(w), values_of(w)):
+        pl.loop(0, x.ahead)(lambda n, x=x: load(w, x, n, stream))
 
 
 def load_following_q(w: Worker, i: Item):
@@ -368,8 +365,6 @@ def store(w: Worker, i: Item, o, m, l):
 def attend(w: Worker, i: Item):
     """One block of queries; returns the step after its last."""
     s = w.schedule
-    if s.persistent:  # the next item's tiles may follow at once: this one has few steps
-        load_from(w, i.end, i.n0, i.stream)
 
     @pl.when(i.row >= 0)
     def _():
@@ -378,7 +373,7 @@ def attend(w: Worker, i: Item):
         load_following_q(w, i)
         # O begins here: if its zeros were there before, ptxas would also store those of S.
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), s.accumulators())
-        store(w, i, o, m, l)
+        steps.finish(w, i, lambda: store(w, i, o, m, l))
 
     if s.lead:
 
@@ -387,6 +382,7 @@ def attend(w: Worker, i: Item):
             plgpu.barrier_wait(w.smem.q_bars.at[i.at])
             load_following_q(w, i)
             pass_by(w, i, i.n0, i.end)
+            steps.finish(w, i, lambda: None)
 
     return i.end
 

@@ -79,10 +79,9 @@ def scratch(kernel: str, s: Schedule) -> dict:
 
 def launch(kernel: str, body, call: Call, inputs: dict, segments, out_type):
     tile, memory = tiles(kernel, inputs["q"].shape[-1], call), functools.partial(scratch, kernel)
-    # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return schedule.launch(
         f"general_attention_{kernel}", body, tile, call, inputs, segments, out_type, memory,
-        by_keys=kernel == "backward_dkv", reduction_scratch_bytes=0,
+        by_keys=kernel == "backward_dkv",
     )  # fmt: skip
 
 
@@ -332,9 +331,9 @@ def dkv_body(wanted: tuple[str, ...], w: Worker):
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def backward_dkv(q, k, v, lse, dout, delta, segments, joint=None, *, call: Call):
-    """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
-    inputs = dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint)
+def backward_dkv(q, k, v, lse, dout, delta, segments, given=None, *, call: Call):
+    """As on Hopper: (dk, dv), or nothing with references `given`."""
+    inputs = dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=given and given[0])
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 
     def run(*wanted):

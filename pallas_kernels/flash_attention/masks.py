@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -85,16 +84,12 @@ class Visits(NamedTuple):
         return window and row + offset - window + 1, row + offset + 1 if causal else None
 
     def seen(self, first, end, low, high):
-        """(first, end) of the tiles, out of low ... high - 1, that these rows see: one at least.
-
-        Rows first ... end - 1: integers of a kernel, or numpy arrays.
-        """
-        clip = np.clip if isinstance(first, np.ndarray) else jnp.clip
+        """(first, end) of the tiles, out of low ... high - 1, that these rows see: one at least."""
         start, stop = self.columns(first)[0], self.columns(end - 1)[1]
         if start is not None:
-            low = clip(start // self.size, low, high - 1)
+            low = jnp.clip(start // self.size, low, high - 1)
         if stop is not None:
-            high = clip((stop + self.size - 1) // self.size, low + 1, high)
+            high = jnp.clip((stop + self.size - 1) // self.size, low + 1, high)
         return low, high
 
     def whole(self, first, end, low, high):

@@ -304,7 +304,8 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
     if call.heads is None:
         return dq, *last(*others, call=call)
     # No copy: the second kernel writes its own heads of dq.
-    return (mosaic.in_place(lambda ref, *x: last(*x, ref, call=call), dq, *others),)
+    state = [dq, jnp.zeros((1,), jnp.int32)]
+    return (mosaic.in_place(lambda refs, *x: last(*x, refs, call=call), state, *others)[0],)
 
 
 _attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3))

@@ -5,8 +5,6 @@ past which all columns stream that its rows see.  These columns should come from
 block should wait for the busiest one, and a block should know its next item early.
 """
 
-import functools
-import heapq
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -79,8 +77,8 @@ class Schedule(NamedTuple):
     stages: int  # steps in flight
     block: int  # rows of a block
     lead: int  # rows of the first block that do not exist, in whole warpgroups
+    items: int
     grid: int  # blocks of the kernel
-    table: np.ndarray | None  # what `plan` gives each block; None: one item a block
     where: Callable  # item -> (first row of the block, (batch, head))
     dtype: Any
     blocks: tuple[int, ...]  # widths of the blocks of columns
@@ -119,7 +117,7 @@ class Schedule(NamedTuple):
     @property
     def persistent(self) -> bool:
         """Whether a block takes several items, and loads the next one's rows meanwhile."""
-        return self.table is not None
+        return self.grid < self.items
 
     @property
     def sides(self) -> int:
@@ -151,6 +149,14 @@ class Schedule(NamedTuple):
         mine = lax.div(row + self.lead, jnp.int32(self.block))
         low, high, first, end = (spans[batch, mine, n] for n in range(4))
         return (low, high), (first, end)
+
+    def numbers(self) -> dict:
+        """Shared memory for the numbers of a block's items (`steps.finish`)."""
+        if not self.persistent:
+            return {}
+        slots = self.stages + 2  # no warpgroup is more steps ahead of another one, nor more items
+        items, full = plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots)
+        return dict(items=items, item_full=full)
 
     def accumulators(self) -> list:
         """Registers for a warpgroup's rows."""
@@ -195,36 +201,37 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
         owners, pair_bytes = h, 4 * s * d // group  # a head's share of K and V
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
-    sections, table = mosaic.cdiv(pairs, fit), None
-    # What segments leave of an item is not known when it is planned.  Many blocks may then differ
-    # much from what they were taken for: by simulation the forward pass gains 0 to 20% up to 16
-    # blocks, and loses 10% at 32 and 20% at 64, in some cases 60%.
-    known, sms = not call.segmented or levels <= 16, mosaic.sm_count()
-    if tile.persistent and known and levels * pairs > sms:
-        costs = block_costs(visits, first_row(np.arange(levels)), block)
-        table = plan(costs, pairs, mosaic.cdiv(pairs, sections), sms)
+    sections = mosaic.cdiv(pairs, fit)
     # All sections are equal.  To divide by the width of a narrower last one ptxas would call a
     # function, and serialize every wgmma of a kernel with a call (C7509, compiled relocatably).
     while pairs % sections:
         sections += 1
     section = pairs // sections
+    grow = call.causal and call.window is None and not call.segmented
+    long = levels - levels // 3 if grow else levels
+
+    # Longest first, so that short ones fill the gaps at the end; but one section of the pairs after
+    # the other, so that what the running blocks stream stays in the L2 cache (50 MB).  As a block
+    # knows its next item early, the shortest third of all pairs comes last.
+    def in_sections(item):
+        number, rest = mosaic.divide(item, section * long)
+        level, pair = mosaic.divide(rest, section)
+        return level, number * section + pair
 
     def where(item):
-        if table is not None:
-            level, pair = mosaic.divide(item, pairs)
+        if long < levels:
+            level, pair = lax.cond(
+                item < pairs * long, in_sections, lambda item: mosaic.divide(item, pairs), item
+            )
         else:
-            # Longest first, so that the short blocks fill the gaps at the end; but one section of
-            # the pairs after the other, so that what the running blocks stream stays in the L2
-            # cache (50 MB).
-            number, rest = mosaic.divide(item, section * levels)
-            level, pair = mosaic.divide(rest, section)
-            pair = number * section + pair
+            level, pair = in_sections(item)
         return first_row(level), mosaic.divide(pair, owners)
 
-    grid = levels * pairs if table is None else sms
+    items = levels * pairs
+    grid = min(items, mosaic.sm_count()) if tile.persistent else items
     blocks = (width_of(d),) if call.general else blocks_of(call)
     return Schedule(
-        visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, blocks,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, items, grid, where, q.dtype, blocks,
         group, k_first, v_first, call.scale, call.softcap, call.segmented,
     )  # fmt: skip
 
@@ -238,7 +245,7 @@ class Worker(NamedTuple):
     """One warpgroup of a block, with what its kernel's functions use."""
 
     schedule: Schedule
-    inputs: Any  # references to global memory, by name; `plan`, ids and `spans` may be None
+    inputs: Any  # references to global memory, by name; ids and `spans` may be None
     results: tuple
     smem: Any  # what the kernel's `scratch` lists, by name
     tma: Any  # the same, as TMA copies it
@@ -255,40 +262,46 @@ class Worker(NamedTuple):
 
 def launch(
     name: str, body, tile: Tiles, call: Call, inputs: dict, segments, out_type, scratch,
-    by_keys=False, **parameters,
+    by_keys=False, counter=None,
 ):  # fmt: skip
     """Calls a kernel with body(a Worker).
 
     inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: gives
     the shared memory and barriers of a Schedule by name.  by_keys: a block owns keys, not queries.
-    parameters: further CompilerParams.
+    counter: a reference to one 0; without it the kernel gets its own.
     """
     s = schedule_of(inputs["q"], inputs["k"], tile, call, by_keys)
     q_ids, k_ids = segments or (None, None)
-    inputs = inputs | dict(plan=s.table, q_ids=q_ids, k_ids=k_ids, spans=None)
+    inputs = inputs | dict(q_ids=q_ids, k_ids=k_ids, spans=None)
     if segments is not None:
         rows, columns = (k_ids, q_ids) if by_keys else (q_ids, k_ids)
         inputs["spans"] = segment_spans(rows, columns, s.visits, s.block, s.lead)
 
-    memory = scratch(s)
+    memory = scratch(s) | s.numbers()
 
-    def run(arrays, *results, **smem):
-        refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)))
+    def run(arrays, counter, *results, **smem):
+        refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)), counter=counter)
         both = {k: smem[k] for k, kind in memory.items() if isinstance(kind, plgpu.RefUnion)}
         view = lambda n: SimpleNamespace(**smem | {name: views[n] for name, views in both.items()})
         body(Worker(s, refs, results, view(0), view(1), lax.axis_index("wg")))
 
-    return mosaic.kernel(
+    kernel = mosaic.kernel(
         run,
         name=name,
         out_type=out_type,
         scratch_types=memory,
         **mosaic.grid(block=s.grid),
         num_threads=s.wgs,
+        # Sums of rows need no scratch, and some calls leave none.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, **parameters
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(tuple(inputs.values()))
+    )
+    arrays = tuple(inputs.values())
+    if counter is not None or not s.persistent:
+        return kernel(arrays, counter)
+    zero = jnp.zeros((1,), jnp.int32)
+    return mosaic.in_place(lambda ref, *x: kernel(x, ref), zero, *arrays, results=True)[1]
 
 
 def forward_results(q, call: Call):
@@ -353,34 +366,3 @@ def stat_rows(t: int) -> int:
     which nothing clips at the end of the row.
     """
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
-
-
-@functools.cache
-def plan(costs: tuple[int, ...], pairs: int, section: int, blocks: int) -> np.ndarray:
-    """What each block of a persistent grid works on: (blocks, n) int32, rows of n_items, items, -1.
-
-    The item level * pairs + pair takes about the time costs[level].  Longest first in each section,
-    it goes to the block that is free first, as the hardware does with a block for each item.  With
-    items dealt in turns, the busiest block would have 3 to 13% more work (B32 T1024 12/12 D64).
-    """
-    rows = [[] for _ in range(blocks)]
-    free = [(0, block) for block in range(blocks)]
-    for start in range(0, pairs, section):
-        for level, cost in enumerate(costs):
-            for pair in range(start, min(start + section, pairs)):
-                time, block = free[0]
-                rows[block].append(level * pairs + pair)
-                heapq.heapreplace(free, (time + cost, block))
-    table = np.full((blocks, max(map(len, rows)) + 3), -1, np.int32)
-    for line, row in zip(table, rows, strict=True):
-        line[: len(row) + 1] = len(row), *row
-    return table
-
-
-def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
-    """About the cost of a block that begins at each of first_rows: columns of the tiles visited.
-
-    128 more for the work that overlaps with nothing.  What segments leave out is not known.
-    """
-    low, high = visits.seen(first_rows, first_rows + block, 0, visits.tiles)
-    return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention.schedule import Schedule, Worker
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
@@ -46,6 +47,7 @@ class Item(NamedTuple):
     unmasked: Any
     edge: Any
     last: Any
+    count: Any  # of the block's items before
     side: Any  # 0 and 1 by turns
 
     @property
@@ -79,8 +81,10 @@ def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
     return Stream(batch, head * s.group, base, high - low, following)
 
 
-def item_of(w: Worker, item, following, side, n0) -> Item:
-    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.sets + set_of(w)
+def item_of(w: Worker, item, following, count, n0) -> Item:
+    s, visits = w.schedule, w.schedule.visits
+    side = lax.rem(count, jnp.int32(2)) if s.persistent else 0
+    at = side * s.sets + set_of(w)
     block_row, (batch, head) = s.where(item)
     row = block_row + set_of(w) * ROWS
     limits, same = s.limits(block_row, batch, w.inputs.spans)
@@ -96,7 +100,7 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
     edge = last
     if visits.window is not None or s.segmented:
         edge = jnp.clip(step(whole[1]), unmasked, last)
-    return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, side)
+    return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, count, side)
 
 
 def work_items(w: Worker, begin, body) -> None:
@@ -105,23 +109,46 @@ def work_items(w: Worker, begin, body) -> None:
     n: the step after the item's last.  Where the hardware hands out the items, a block has one, and
     `following` is None.
     """
-    block, plan_ref = lax.axis_index("block"), w.inputs.plan
-    if plan_ref is None:
-        begin(w, block)
-        body(w, item_of(w, block, None, 0, jnp.int32(0)))
+    s, block, zero = w.schedule, lax.axis_index("block"), jnp.int32(0)
+    begin(w, block)
+    if not s.persistent:
+        body(w, item_of(w, block, None, zero, zero))
     else:
 
-        def one(i, carry):
-            item, following, n = carry
-            later = plan_ref[block, i + 3]  # an item early: nobody waits for it
-            side = lax.rem(i, jnp.int32(2))
-            return following, later, body(w, item_of(w, item, following, side, n))
+        def one(carry):
+            count, item, following, n = carry
+            n = body(w, item_of(w, item, following, count, n))
+            at = lax.rem(count, jnp.int32(w.smem.items.shape[0]))
+            plgpu.barrier_wait(w.smem.item_full.at[at])
+            return count + 1, following, w.smem.items[at], n
 
-        first = plan_ref[block, 1]
-        begin(w, first)
-        carry = first, plan_ref[block, 2], jnp.int32(0)
-        lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
+        carry = zero, block, or_none(s, block + s.grid), zero
+        lax.while_loop(lambda carry: carry[1] >= 0, one, carry)
     plgpu.wait_smem_to_gmem(0)
+
+
+def or_none(s: Schedule, item):
+    """An item, or -1 past the last: as items are not negative, they are divided unsigned."""
+    return jnp.where(item < s.items, item, -1)
+
+
+def finish(w: Worker, i: Item, store) -> None:
+    """store(), under which the block takes the item that it does after the following one.
+
+    Whichever block finishes first takes the next item (the interpreter has them in turns).  The
+    first thread counts, and hands the number over when it has stored.
+    """
+    s = w.schedule
+    if not s.persistent:
+        return store()
+    taken = i.number if dispatch.interpreting() else mosaic.count(w.inputs.counter)
+    store()
+
+    @pl.when(w.wg == 0)
+    def _():
+        at = lax.rem(i.count, jnp.int32(w.smem.items.shape[0]))
+        mosaic.store_number(w.smem.items.at[pl.ds(at, 1)], or_none(s, taken + 2 * s.grid))
+        plgpu.barrier_arrive(w.smem.item_full.at[at])
 
 
 class Operand(NamedTuple):

@@ -20,6 +20,7 @@ from torch_plans import SCALING, equations, make_anew, tiny_llama  # noqa: E402
 
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
+from pallas_kernels import dispatch, mosaic  # noqa: E402
 from pallas_kernels.torch import launch, ops, plan, run, trace  # noqa: E402
 
 B, F, I = "bfloat16", "float32", "int32"
@@ -143,7 +144,9 @@ def anew(monkeypatch):
 
 @pytest.fixture
 def interprets(anew, monkeypatch):
-    """Kernels are interpreted, and glue is compiled for this machine."""
+    """Kernels are interpreted, several items a block; glue is compiled for this machine."""
+    monkeypatch.setattr(dispatch, "interpreting", lambda: True)
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
     monkeypatch.setattr(launch, "launcher", interpreter)
     monkeypatch.setattr(launch, "glue_launcher", compiled_here)
 
