@@ -3,8 +3,8 @@
 It is rung 5 with other ways to have registers and work.  No warpgroup only loads: two warpgroups
 may use 255 registers for each thread, three only 168, so the tiles have 128 keys, and half as many
 steps pay for barriers and turns.  One warp of each computing warpgroup starts the copies instead,
-under its own matmuls.  Blocks stay, take their work from a list that is planned ahead, and load the
-queries of the next item while they compute this one.  `unsafe_no_auto_barriers` is for the same
+under its own matmuls.  Blocks stay, take the number of the next item from a counter that they
+share, and load its queries while they compute this one.  `unsafe_no_auto_barriers` is for the same
 reason as in layer norm.
 
 What a library needs: any T and S, other head widths, grouped heads, windows, documents packed in
