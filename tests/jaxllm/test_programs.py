@@ -275,6 +275,12 @@ def test_every_file_of_our_code_counts(tmp_path, monkeypatch):
     assert len(set(found)) == len(found)
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    trainer = make()
+    return trainer, launch.trace_step(trainer).lower().compile()
+
+
 @pytest.mark.parametrize(
     ("kept", "own", "found", "after"),
     [
@@ -285,12 +291,11 @@ def test_every_file_of_our_code_counts(tmp_path, monkeypatch):
         (None, b"b", False, b"b"),
     ],
 )
-def test_a_step_follows_the_times_of_its_run(kept, own, found, after, place, tmp_path):
-    trainer, timings = make(), tmp_path / "run" / "timings.txt"
+def test_a_step_follows_the_times_of_its_run(kept, own, found, after, compiled, place, tmp_path):
+    (trainer, program), timings = compiled, tmp_path / "run" / "timings.txt"
     earlier = tmp_path / "earlier.txt"
     if kept is not None:
         earlier.write_bytes(kept)
-    program = launch.trace_step(trainer).lower().compile()
     programs.write(place, program, {}, earlier)
     if own is not None:
         programs.write_new(timings, own)

@@ -28,6 +28,13 @@ DX = ("quantized_linear_dx",)
 quantized_linear_reference = functools.partial(quantized_linear, implementation="xla")
 
 
+@functools.cache
+def shapes_of(k, n, **options):
+    """A packed weight without numbers."""
+    w = jax.ShapeDtypeStruct((k, n), jnp.float32)
+    return jax.eval_shape(lambda w: quantize(w, **options), w)
+
+
 def check(rows, k, n, bias=None, spread=0.0, wide=False, **options):
     """spread: of the logarithms of the weights, so that fp8 has subnormal numbers.
 
@@ -62,7 +69,7 @@ def check(rows, k, n, bias=None, spread=0.0, wide=False, **options):
         slow((1,), 512, 64, dict(bits=1, group=32, symmetric=False)),
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
-        ((67,), 256, 72, dict(bits=4, group=128)),
+        slow_interpreted((67,), 256, 72, dict(bits=4, group=128)),
         # dx: two turns
         slow_interpreted((130,), 320, 296, dict(bits=8, group=64, symmetric=False)),
         slow((65,), 64, 40, dict(bits=4, group=None)),
@@ -169,7 +176,7 @@ def test_the_number_of_rows_decides(monkeypatch, rows, kernels):
     ids=["int4", "int8", "2:4"],
 )
 def test_the_plan_of_many_rows_fits_an_sm(m, k, options):
-    weight = jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 4096)))
+    weight = shapes_of(k, 4096, **options)
     p = gemm.plan(m, weight)
     slot = 8 * (512 * p.parts + 32 * p.groups * (1 + (weight.offsets is not None)))
     assert p.stages * 128 * p.rows + p.slots * slot <= 226 * 1024
@@ -188,7 +195,7 @@ def test_warpgroups_share_the_turns_of_one_row(monkeypatch):
 @pytest.mark.parametrize("k", [128, 4096, 14336])
 @pytest.mark.parametrize("n", [64, 2048, 4096, 14336])
 def test_the_blocks_of_one_row_run_at_once(k, n):
-    weight = jax.eval_shape(quantize, jnp.zeros((k, n)))
+    weight = shapes_of(k, n)
     p = gemv.plan([weight])
     blocks = -(-weight.words.shape[0] // 132)
     assert blocks * p.wgs * 128 * 64 <= 65536  # threads of 64 registers
@@ -200,7 +207,7 @@ def test_the_blocks_of_one_row_run_at_once(k, n):
 @pytest.mark.parametrize("k", [128, 4096, 14336])
 @pytest.mark.parametrize("bits", [8, 1])
 def test_the_turns_of_blocks_and_warpgroups_cover_k_once(m, k, bits):
-    p = plan(m, jax.eval_shape(lambda w: quantize(w, bits=bits), jnp.zeros((k, 4096))))
+    p = plan(m, shapes_of(k, 4096, bits=bits))
     turns = []
     for split in range(p.splits):
         first, last = (s * p.turns // p.splits for s in (split, split + 1))

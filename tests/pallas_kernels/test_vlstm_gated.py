@@ -106,11 +106,15 @@ def test_it_splits_what_the_kernels_do_not_take(heads):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def traced_names(arrays, wrap=lambda op: op, **options):
+def traced(arrays, wrap=lambda op: op, **options):
     op = wrap(functools.partial(gated, dqk=64, **options))
     loss = lambda *a: op(*a).astype(jnp.float32).sum()
-    traced = jax.jit(jax.grad(loss, (0, 3))).trace(*arrays)
-    return names_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+    return jax.jit(jax.grad(loss, (0, 3))).trace(*arrays)
+
+
+def traced_names(arrays, **options):
+    """Names of what runs, before it is lowered: the tests above lower it."""
+    return names_in(str(traced(arrays, **options).jaxpr))
 
 
 @pytest.mark.parametrize("lacks", [None, "no GPU"])
@@ -187,4 +191,5 @@ def test_what_the_kernels_do_not_support_is_an_error(message, dtype, options):
 @pytest.mark.slow  # test_attention_packed.py has another
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     arrays = inputs(1, 64, 1, 64, 64)
-    assert set(KERNELS) <= traced_names(arrays, jax.checkpoint, implementation="mosaic")
+    again = traced(arrays, jax.checkpoint, implementation="mosaic")
+    assert set(KERNELS) <= names_in(again.lower(lowering_platforms=("cuda",)).as_text())
