@@ -85,9 +85,11 @@ def test_a_mesh_moves_no_more_than_it_needs(result, model, pack, mesh):
 
 @cases_where(lambda context: context > 1)
 def test_activations_move_only_between_heads_and_sequence(result, model, pack, mesh):
-    sizes, exchanged = MESHES[mesh], 0
+    found = result[f"{model}, {pack}"]
+    sizes, exchanged, gathered = MESHES[mesh], 0, 0
     activations = {SEQ, SEQ // sizes["context"]}  # an axis of every activation
-    for operation, axes, shapes in result[f"{model}, {pack}"][mesh]["collectives"]:
+    split = [axis for axis in ("fsdp", "context") if sizes[axis] > 1]
+    for operation, axes, shapes in found[mesh]["collectives"]:
         moved = [s for s in shapes if activations & set(s)]
         if operation == "all-to-all":
             assert axes in (["context"], ["fsdp"])
@@ -99,6 +101,11 @@ def test_activations_move_only_between_heads_and_sequence(result, model, pack, m
             assert all(len(s) == 2 for s in moved), (operation, axes, shapes)  # token ids
         else:
             assert not moved, (operation, axes, shapes)
+        if operation == "all-gather" and axes == split:
+            gathered += sum(prod(s) for s in shapes if s not in moved)
+    embedded = (64 if model == "gpt2" else 256) * WIDTH  # GPT-2's table is also the head
+    once = (sum(map(prod, found["shapes"])) - embedded) / sizes["tensor"]
+    assert 0.97 * once < gathered < once  # but for the norms and biases, which are whole
     q, k, v, y, gates = {
         "gpt2": (WIDTH, WIDTH, WIDTH, WIDTH, 0),
         "llama3": (WIDTH, WIDTH // 2, WIDTH // 2, WIDTH, 0),
