@@ -31,6 +31,13 @@ COVERED = (
     "vlstm.rung2_causal",
     "vlstm.rung5_chunks",
 )
+# Last rungs of ladders of which `check` takes an answer below, at both of its sizes.
+ANSWERS = (
+    "layer_norm.rung6_wide_rows",
+    "layer_norm_backward.rung5_ring",
+    "attention_backward.rung4_ring",
+    "encoder_backward.rung4_tiles",
+)
 # The last rung may be so far above the roofline: vLSTM's moves the states as well, which the
 # backward pass needs.
 ABOVE = {"vlstm": 3}
@@ -72,12 +79,16 @@ def test_the_pictures_on_the_page_are_of_the_rungs(ladder, tmp_path):
 @pytest.mark.skipif(kernel_checks.ON_GPU, reason="an answer is checked on a CPU")
 @pytest.mark.parametrize(
     ("ladder", "rung"),
-    [x if x[1] in LAST else slow(*x) for x in OURS],
+    [x if x[1] in LAST and name(x[1]) not in ANSWERS else slow(*x) for x in OURS],
     ids=name,
 )
 def test_a_rung_is_right_at_the_other_size_of_check(ladder, rung):
     with record.recording() as book:
         ladders.check(ladder, rung, record.watched(book), ladder.again)
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=name)
+def test_the_other_size_of_check_is_another(ladder):
     assert not set(ladder.small.items()) & set(ladder.again.items()) - {("DQK", 64), ("DV", 128)}
 
 
@@ -329,7 +340,7 @@ def test_a_wrong_answer_is_refused_with_its_reason(rung, changes, why, tmp_path,
             ("    _, order", "    dwpe = position_sums(dy, wte.dtype)\n    _, order"),
             ("return dwte, position_sums(dy, wte.dtype)", "return dwte, dwpe"),
         ]),
-        ("matmul.rung2_shared_tiles", [
+        slow("matmul.rung2_shared_tiles", [  # in another order, as layer_norm's
             ("body(a_ref, b_ref, d_ref,", "body(d_ref, b_ref, a_ref,"),
             (")(a.T, b.T, d)", ")(d, b.T, a.T)"),
         ]),

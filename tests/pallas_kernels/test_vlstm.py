@@ -145,6 +145,7 @@ def test_gradients_of_the_parallel_form():
         assert_equal_to(1e-9, run(vlstm_twins.parallel), run(vlstm_twins.recurrent))
 
 
+@pytest.mark.slow  # as JAX differentiates the recurrent form above
 def test_gradients_are_finite_differences():
     with jax.enable_x64(True):
         args, state = inputs(1, 12, 1, 4, 3, jnp.float64), a_state(1, 1, 4, 3, jnp.float64)

@@ -27,11 +27,11 @@ def on_one(array, i, f, *weight):
 @pytest.mark.parametrize(
     ("normed", "t", "copied"),
     [
-        (False, 72, False),
+        slow(False, 72, False),
         slow(False, 77, False),
-        slow(True, 72, False),
+        (True, 72, False),  # the kernels of both
         slow(True, 76, False),
-        (True, 77, True),  # the norm pads rows to multiples of 4
+        slow(True, 77, True),  # the norm pads rows to multiples of 4
     ],
 )
 def test_nothing_is_copied_around_the_kernels(normed, t, copied):
@@ -44,3 +44,11 @@ def test_nothing_is_copied_around_the_kernels(normed, t, copied):
     text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert CELL | (NORM if normed else set()) <= names_in(text)
     assert bool(re.search(COPIES, text)) == copied
+
+
+@pytest.mark.parametrize(
+    "copy", [lambda x: jnp.pad(x, 1), lambda x: jnp.stack([x, x]), lambda x: x.T]
+)
+def test_a_copy_is_found(copy):
+    x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    assert re.search(COPIES, jax.jit(copy).lower(x).as_text())

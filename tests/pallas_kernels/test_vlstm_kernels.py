@@ -62,7 +62,8 @@ def test_the_twin_in_float64_is_the_recurrent_form(options, monkeypatch):
 
 
 SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
-    ((1, 70, 1, 96, 160), {"state": True}, {"return_state": True}),  # padded to 128, 192
+    ((1, 70, 1, 96, 48), {"state": True}, {"return_state": True}),  # padded to 128, 64
+    slow((1, 70, 1, 96, 160), {"state": True}, {"return_state": True}),
     slow((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
     slow((2, 80, 2, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR)}),
 ]
