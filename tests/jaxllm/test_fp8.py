@@ -64,7 +64,7 @@ def test_it_trains_as_bfloat16_does(kind):
     np.testing.assert_allclose(rounded, plain, atol=0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow("gpt2"), "llama3", "vlstm"])  # the test above trains GPT-2
 def test_the_matmuls_of_the_blocks_are_in_fp8_and_no_others(kind):
     dispatch.reset()
     jax.clear_caches()  # a cached block would not be traced

@@ -32,10 +32,10 @@ TOKENS = 20  # three calls of 8 on a CPU; the last one is used in part
 
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
-    [(name, "float32", {}) for name in MODELS]
+    [(name, "float32", {}) for name in MODELS if name != "llama3"]
     + [slow(name, "bfloat16", {}) for name in MODELS]
     + [slow("gpt2", "float32", NARROW), slow("llama3", "float32", NARROW)]
-    + [("llama3", "float32", SWITCHED)],
+    + [slow("llama3", "float32", {}), ("llama3", "float32", SWITCHED)],
 )
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype, options):
     """float32 must agree token for token; in bfloat16, tokens may differ if their logits tie."""

@@ -120,7 +120,7 @@ def test_initial_weights(kind):
     assert not params.get("head.weight", np.zeros((1, 1)))[:, 100:].any()
 
 
-@all_models
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), "vlstm"])
 def test_a_token_does_not_affect_earlier_outputs(kind):
     config = tiny(kind)
     graph, params = shaken(config)
@@ -200,8 +200,14 @@ def test_a_tied_table_gets_the_sum_of_both_gradients():
     np.testing.assert_allclose(grad, sum(both), rtol=1e-4, atol=1e-6)
 
 
-@all_models
-@pytest.mark.parametrize("remat", ["none", "dots", "mlp", "attention", "block"])
+@pytest.mark.parametrize(
+    ("remat", "kind"),
+    [
+        (remat, kind) if kind == "gpt2" or remat in ("none", "block") else slow(remat, kind)
+        for remat in ("none", "dots", "mlp", "attention", "block")
+        for kind in MODELS
+    ],
+)
 def test_equal_blocks_are_traced_once(kind, remat, monkeypatch):
     config = tiny(kind, remat=remat, n_layers=5, d_model=64)
     graph, params = nnx.split(nnx.eval_shape(lambda: create(config)))
@@ -264,7 +270,7 @@ def plain_logits(model, tokens):
     return model.logits(model.norm(x))[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize("base", [Llama3, VLSTM])
+@pytest.mark.parametrize("base", [Llama3, slow(VLSTM)])
 def test_a_block_may_have_a_bias_in_one_of_its_halves(base):
     """Only blocks whose mixer had one, too, could have GPT-2's MLP: the others raised TypeError."""
     kind = type("Mixed", (base,), {"mlps": MLP})

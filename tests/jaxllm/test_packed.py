@@ -89,7 +89,7 @@ def error_of(capsys, status, *named):
 
 
 CASES = [  # format, group, symmetric, format of the head
-    ("int8", "32", True, None),
+    slow("int8", "32", True, None),
     ("int4", "32", False, "int8"),
     slow("int2", "32", True, None),
     slow("int1", "none", False, "fp8"),

@@ -139,7 +139,9 @@ def test_the_general_form_reads_what_was_just_written():
 
 
 @pytest.mark.parametrize(
-    ("t", "options"), [(1, {}), (3, dict(window=9, softcap=5.0, scale=0.3))], ids=["one", "three"]
+    ("t", "options"),
+    [slow(1, {}), (3, dict(window=9, softcap=5.0, scale=0.3))],
+    ids=["one", "three"],
 )
 @jax.default_matmul_precision("float32")  # XLA's default on a GPU is TF32
 def test_each_row_is_the_end_of_its_own_attention(t, options):

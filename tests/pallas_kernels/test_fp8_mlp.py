@@ -80,7 +80,7 @@ def test_fp8_mlp_matches_float64(kind, shape, f, dtype):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["swiglu", slow("gelu")])
 def test_a_bound_of_x_may_be_given(kind):
     x, *others = arrays(kind)
     bound = 2 * jnp.linalg.norm(x.astype(F32), axis=-1).max()
@@ -140,9 +140,17 @@ def test_norms_are_bounds_at_extreme_scales(scale, axis):
     assert exact * (1 - 1e-5) <= norm <= 10 * exact
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", range(5))
-@pytest.mark.parametrize("value", [np.nan, slow(np.inf)])
+@pytest.mark.parametrize(
+    ("value", "where", "kind"),
+    [  # of GELU's arrays only the bias is not also SwiGLU's
+        (value, where, kind)
+        if value is np.nan and (kind == "swiglu" or where == 3)
+        else slow(value, where, kind)
+        for value in (np.nan, np.inf)
+        for where in range(5)
+        for kind in KINDS
+    ],
+)
 def test_a_value_that_is_not_finite_makes_its_products_nan(kind, where, value):
     """In x, up, down, gate or bias, or dy; a run then skips the step."""
     inputs = [*arrays(kind, (64, 64), 64), normal(8, (64, 64), BF16)]

@@ -23,8 +23,10 @@ import pallas_kernels as ops
 # packed attention has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "attention_packed"}
 IN_PLACE |= {"decode_attention_new", "vlstm_packed", "vlstm_gated"}
-# Their kernels are those of vlstm_gated, attention_packed, mlp and layer_norm_gate.
-ALIKE = {"vlstm_packed", "attention", "mlp_gelu", "layer_norm_residual"}
+# Their kernels are those of vlstm_gated, attention_packed and mlp.  rms_norm_residual has a
+# residual, vlstm_gated the norm with a gate, and fp8_linear the casts to fp8.
+ALIKE = {"vlstm_packed", "attention", "mlp_gelu", "mlp_fp8"}
+ALIKE |= {"layer_norm_residual", "layer_norm_gate"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
