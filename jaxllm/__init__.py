@@ -1,9 +1,16 @@
 """Flax models, data and training on the kernels of pallas_kernels."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jaxllm.infer.loaded import Loaded
+
 __version__ = "0.1.0"
 
 
-def load(path, step=None):
+def load(path: "str | Path", step: int | None = None) -> "Loaded":
     """The model, the tokenizer and the model's configuration in a folder, as a named tuple.
 
     path: a run's directory, packed weights or a Hugging Face folder.

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pallas_kernels.public import *
+    from pallas_kernels.public import __all__ as __all__
+else:
 
+    def __getattr__(name: str):
+        # The first look at an op imports JAX.  `from pallas_kernels import torch` asks here, too,
+        # and mostly does not need JAX.
+        if name == "__all__" or not (name.startswith("__") or find_spec(f"{__name__}.{name}")):
+            from pallas_kernels import public
 
-def __getattr__(name: str):
-    # The first look at an op imports JAX.  `from pallas_kernels import torch` asks here, too, and
-    # mostly does not need JAX.
-    if name == "__all__" or not (name.startswith("__") or find_spec(f"{__name__}.{name}")):
-        from pallas_kernels import public
+            globals().update({x: getattr(public, x) for x in ("__all__", *public.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-        names = {name: value for name, value in vars(public).items() if name[0] != "_"}
-        globals().update(names, __all__=sorted(names))
-        if name in globals():
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __getattr__("__all__")
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")

@@ -115,8 +115,7 @@ def run(
     if jax.default_backend() == "gpu":
         _warn_of_compiler()
     how = {"asked": implementation is not None, "interpreted": interpreting()}
-    arrays = guard.guarded(op, arrays, differentiable=True, **how)
-    return form.call(*arrays, **options)
+    return form.call(*guard.guarded(op, arrays, differentiable=True, **how), **options)
 
 
 def interpreting() -> bool:

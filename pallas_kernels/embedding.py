@@ -44,7 +44,7 @@ def encoder(
     wte: Float[Array, "vocab width"],
     wpe: Float[Array, "positions width"] | None,
     *,
-    dtype=None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "batch time width"]:
     """wte[tokens] + wpe[0 ... time - 1], added in float32, returned in `dtype`.

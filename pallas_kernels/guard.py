@@ -85,8 +85,7 @@ def _lower(context, *arrays, op, asked, interpreted, differentiable):
 def _jvp(primals, tangents, *, op, differentiable, **how):
     if not differentiable:
         raise NotImplementedError(f"{op}: {_NO_DERIVATIVE}")
-    given = [t for t in tangents if not isinstance(t, ad.Zero)]
-    tied = iter(_tangents_p.bind(*given, op=op))
+    tied = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), op=op))
     tangents = [t if isinstance(t, ad.Zero) else next(tied) for t in tangents]
     return _values_p.bind(*primals, op=op, differentiable=False, **how), tangents
 

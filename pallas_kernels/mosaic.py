@@ -153,8 +153,7 @@ def zeros(shape, layout) -> jax.Array:
 def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """Zero-pads one axis up to a multiple; returns x itself if nothing is missing."""
     extra = -x.shape[axis] % multiple
-    widths = [(0, extra if n == axis else 0) for n in range(x.ndim)]
-    return jnp.pad(x, widths) if extra else x
+    return jnp.pad(x, [(0, extra * (n == axis)) for n in range(x.ndim)]) if extra else x
 
 
 def place(*axes) -> jax.sharding.NamedSharding | None:

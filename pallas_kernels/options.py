@@ -85,8 +85,7 @@ def checked[Op: Callable](op: Op) -> Op:
         with own_settings():
             return op(*given, **options)
 
-    # pyrefly: ignore[bad-return]
-    return run
+    return run  # pyrefly: ignore[bad-return]
 
 
 def _of_jax(x):

@@ -1,5 +1,4 @@
 """The public names of pallas_kernels, which imports this file when one is asked for."""
-# ruff: noqa: F401
 
 from pallas_kernels.activations.activation import gelu, swiglu
 from pallas_kernels.activations.feed_forward import mlp
@@ -16,3 +15,9 @@ from pallas_kernels.quantized.formats import QuantizedWeight, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
 from pallas_kernels.single_row import row_linear
+
+__all__ = [
+    "Packed", "QuantizedWeight", "RopeScaling", "attention", "cross_entropy", "decode_attention",
+    "encoder", "fp8_linear", "gelu", "layer_norm", "linear_cross_entropy", "mlp", "quantize",
+    "quantized_linear", "rms_norm", "rope", "row_linear", "swiglu", "vlstm", "vlstm_step",
+]  # fmt: skip

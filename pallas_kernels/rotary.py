@@ -64,7 +64,7 @@ def rope(
     scaling: RopeScaling | None = None,
     layout: Layout = "half",
     implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Packed:
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Any:
     """Rotates pair n of q and k by position theta^(-2 n / D) (Su et al. 2021), in float32.
 
     q: or a `Packed` of q, k and v, with k=None; the result is then a `Packed`, q and k rotated.

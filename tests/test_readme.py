@@ -1,5 +1,7 @@
 """The code and commands of the README and its pages run, from the checkout and from a wheel."""
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -37,6 +39,23 @@ def blocks(language: str, pages: list[str] = PAGES) -> list[str]:
 @pytest.mark.parametrize("code", blocks("python", [*PAGES, "docs/decoding"]))
 def test_the_code_runs(code):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_a_type_checker_accepts_the_code(wheel, tmp_path):
+    """A user's project sees the types in the wheel, and finds there what the pages import."""
+    pytest.importorskip("pyrefly")
+    code = [*blocks("python", [*PAGES, "docs/decoding"]), f"path = ''\n{blocks('py')[0]}"]
+    for i, text in enumerate(code):
+        (tmp_path / f"{i}.py").write_text(text)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(("jaxllm", "pallas")):
+                path, module = node.module.split("."), importlib.import_module(node.module)
+                assert (wheel / path[0] / "py.typed").exists()
+                modules = [found.stem for found in wheel.joinpath(*path).iterdir()]
+                public = getattr(module, "__all__", dir(module))  # models defines its names
+                assert {x.name for x in node.names} <= {*public, *modules}
+    words = [sys.executable, "-m", "pyrefly", "check", "--preset=default", f"--search-path={wheel}"]
+    run(tmp_path, *words, f"--python-interpreter-path={sys.executable}", *tmp_path.glob("*.py"))
 
 
 def commands() -> list[list[str]]:

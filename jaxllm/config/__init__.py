@@ -24,3 +24,8 @@ from jaxllm.config.sections import (
     TrainConfig,
 )
 from jaxllm.errors import InputError
+
+__all__ = ["CONFIG_DIR", "FORMATS", "IGNORE", "MODEL_CONFIGS", "TARGETS", "Config", "DataConfig"]
+__all__ += ["GPT2Config", "InputError", "Llama3Config", "Lora", "MeshConfig", "ModelConfig"]
+__all__ += ["OptimizerConfig", "SampleConfig", "Sampling", "TrainConfig", "VLSTMConfig"]
+__all__ += ["evaluated", "first_error", "load", "round_up", "sampling"]

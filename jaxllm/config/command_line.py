@@ -110,8 +110,7 @@ class Parser(argparse.ArgumentParser):
 
         first: the option that a lone first word seems to belong to.
         """
-        overrides = {}
-        rest = iter(words)
+        overrides, rest = {}, iter(words)
         for word in rest:
             key, equals, value = word.removeprefix("--").partition("=")
             if not word.startswith("--") or not key:

@@ -16,3 +16,5 @@ command.py    the command line of jaxllm data
 
 from jaxllm.data.loader import Dataset
 from jaxllm.data.opening import open_dataset
+
+__all__ = ["Dataset", "open_dataset"]

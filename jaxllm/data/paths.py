@@ -86,8 +86,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
             if os.path.islink(root):
                 why = f"is a symbolic link to {os.readlink(root)}, which does not exist"
             raise InputError(f"{key}={path} {why}") from error
-        found = _glob(root)
-        what = "matches no file"
+        found, what = _glob(root), "matches no file"
     else:
         if os.path.isfile(root):
             return Found([(os.path.basename(root), Path(root))])
@@ -118,8 +117,7 @@ def by_split(kind: str, found: Found, given: Found | None = None) -> tuple[Found
     usual = "train" if kind == "shards" else "no"
     for name, path in found.files:
         words = re.split(r"[^a-z]+", found.splits.get(name, name).lower())  # also train1
-        split = next(filter(None, map(_SPLITS.get, words)), usual)
-        groups[split].append((name, path))
+        groups[next(filter(None, map(_SPLITS.get, words)), usual)].append((name, path))
     train, val, test, no = groups.values()
     is_data = lambda file: not file[1].stem.lower().startswith(_ABOUT)
     if not train and kind != "text":

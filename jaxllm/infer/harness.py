@@ -48,8 +48,7 @@ class RunLM(TemplateLM):
         weights = open_weights(checkpoint, step)
         self.tokenizer = open_tokenizer(weights)
         self.scorer = Scorer(weights, int(batch_size))
-        self.config = weights.config
-        self.step = weights.step
+        self.config, self.step = weights.config, weights.step
 
     @property
     def eot_token_id(self) -> int:

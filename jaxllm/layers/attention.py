@@ -144,9 +144,9 @@ class Attention(Layer):
             raise ValueError("q_norm and k_norm are not called: use an RMSNorm of the same eps")
         return tuple(norm.weight[...] for norm in norms)
 
-    def _normed(self, x, weight) -> jnp.ndarray:
+    def _normed(self, x, weight) -> Any:
         """The RMS norm of each head of x."""
-        # pyrefly: ignore[missing-attribute, bad-return]
+        # pyrefly: ignore[missing-attribute]
         return rms_norm(x, weight, eps=self.q_norm.eps, implementation=self.implementation)
 
     def _attend(self, qkv, positions, segment_ids, norms):

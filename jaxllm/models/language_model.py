@@ -89,8 +89,7 @@ class Block(Layer):
         else:
             branch, cache = mixer.with_cache(y, *where, cache, **options)
         y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
-        y = self.mlp(y, norm=norm_2, **options)
-        return Stream(y, down_bias, residual), cache
+        return Stream(self.mlp(y, norm=norm_2, **options), down_bias, residual), cache
 
 
 class LanguageModel(Layer):

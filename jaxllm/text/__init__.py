@@ -7,3 +7,5 @@ chat.py       the chat template
 
 from jaxllm.text.files import present
 from jaxllm.text.tokenizer import AROUND, Tokenizer, train_tokenizer
+
+__all__ = ["AROUND", "Tokenizer", "present", "train_tokenizer"]

@@ -70,8 +70,7 @@ class Tokenizer:
                 f" its {self.vocab_size} entries"
             )
         unknown = getattr(library.model, "unk_token", pages.names().get("unk_token"))
-        one = len(self.special) == 1 and unknown not in self.special
-        only = [*self.special.values()] * one
+        only = [*self.special.values()] * (len(self.special) == 1 and unknown not in self.special)
         self.bos = self._named("bos", before or only)
         self.eos = self._named("eos", after or only)
         end = None if end_token is None else vocabulary.get(end_token)

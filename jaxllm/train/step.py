@@ -86,8 +86,7 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh, packing: Packing | None = None):
         """packing: of the frozen weights, if they are packed already."""
-        self.config = config
-        self.mesh = mesh
+        self.config, self.mesh = config, mesh
         self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
         self.schedule = optim.learning_rate(config.optimizer, config.train.steps)
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
@@ -104,8 +103,7 @@ class Trainer:
         shared = len(jax.tree.leaves(model)) - len(jax.tree.leaves(self.abstract_params))
         self.sums_in_place = mesh.size == 1 and once and not shared
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params)) - pads
-        self.lora = config.model.adapters
-        self.packing = packing
+        self.lora, self.packing = config.model.adapters, packing
         self.abstract_base = NONE
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
@@ -155,8 +153,7 @@ class Trainer:
         masked = lambda node: isinstance(node, optax.MaskedNode)  # of another rule's parameters
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
         of_opt = optax.tree.map_params(
-            # pyrefly: ignore[bad-argument-type]
-            self.optimizer,
+            self.optimizer,  # pyrefly: ignore[bad-argument-type]
             lambda moment, s: moment if masked(moment) else s,
             jax.eval_shape(self.optimizer.init, params),
             of_params,

@@ -267,8 +267,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
 
 def write_peft(weights: AdapterWeights, folder: Path) -> None:
     """Writes the adapters as peft stores them, in float32."""
-    # pyrefly: ignore[missing-attribute]
-    lora, base = weights.config.lora, weights.base
+    lora, base = weights.config.lora, weights.base  # pyrefly: ignore[missing-attribute]
     found = {
         theirs: np.ascontiguousarray(weights.arrays[ours].T)
         for theirs, ours, target in _places(weights.config)

@@ -212,8 +212,7 @@ def unread_in(folder: Path) -> str:
 def open_safetensors(path: Path) -> Any:
     """Opens a file for reading; raises InputError."""
     try:
-        # pyrefly: ignore[missing-attribute]
-        return safe_open(path, "numpy").__enter__()
+        return safe_open(path, "numpy").__enter__()  # pyrefly: ignore[missing-attribute]
     except (SafetensorError, OSError) as e:
         pointer = "; if it is a pointer of Git LFS, run git lfs pull"
         pointer *= path.is_file() and path.stat().st_size < 1000

@@ -61,9 +61,7 @@ class Packing(NamedTuple):
             # Only int has offsets; asymmetric blocks with a head in fp8 are no contradiction.
             return Packing(format, bits, self.group, self.symmetric or format != "int")
         matrix = name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2
-        if matrix and not name.endswith(GATES):
-            return self._replace(head=None)
-        return None
+        return self._replace(head=None) if matrix and not name.endswith(GATES) else None
 
     def pack(self, w: jax.Array) -> QuantizedWeight:
         return quantize(
@@ -100,8 +98,7 @@ def base_packing(config: ModelConfig) -> Packing | None:
     """How `model.quantize` packs, by the largest group that fits; raises InputError."""
     if getattr(config, "quantize", None) is None:
         return None
-    # pyrefly: ignore[missing-attribute]
-    packing = Packing(*FORMATS[config.quantize], None, True)
+    packing = Packing(*FORMATS[config.quantize], None, True)  # pyrefly: ignore[missing-attribute]
     one = config.model_copy(update={"n_layers": 1})  # all blocks have the same shapes
     for group in _groups(named_params(nnx.eval_shape(lambda: create(one))), packing):
         return packing._replace(group=group)

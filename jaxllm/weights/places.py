@@ -114,10 +114,9 @@ def _table(blocks: str, table: str) -> tuple[list[Place], list[Place]]:
     whole, block = [], []
     for row in table.strip().splitlines():
         name, dims, ours, *form = (part.strip() for part in row.split("|"))
-        inside = name.startswith("*")
         # pyrefly: ignore[bad-argument-type]
         place = Place(name.replace("*", blocks), dims, tuple(ours.split()), *form)
-        (block if inside else whole).append(place)
+        (block if name.startswith("*") else whole).append(place)
     return whole, block
 
 

@@ -12,6 +12,7 @@ This file has the op, its jnp reference and its forms; decode_kernels.py has the
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +46,7 @@ def decode_attention(
     theta: float | None = None,
     scaling: RopeScaling | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> Float[Array, "B T H D"] | tuple[Float[Array, "B 1 H D"], ...]:
+) -> Float[Array, "B T H D"] | Any:
     """Attention of the last T positions of each row to its cache, in q's dtype.
 
     k, v: the cache, in q's dtype or in float8_e4m3fn.  Slots from lengths on must be finite.

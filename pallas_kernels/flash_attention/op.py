@@ -20,6 +20,7 @@ Ampere are in general.py.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def attention(
     softcap: float | None = None,
     return_lse: bool = False,
     implementation: dispatch.Implementation | None = None,
-) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+) -> Float[Array, "B T H D"] | Any:
     """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
     q: or a `Packed` of q, k and v, which the kernels read in place where D is a multiple of 8, and

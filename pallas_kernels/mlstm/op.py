@@ -14,7 +14,7 @@ With a `norm_weight` the output gate and the norm of each head follow, as in an 
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
@@ -48,7 +48,7 @@ def vlstm(
     eps: float = 0.0,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> Float[Array, "B T NH DV"] | tuple[Float[Array, "B T NH DV"], State]:
+) -> Float[Array, "B T NH DV"] | Any:
     """Returns h for every position, in q's dtype, and with return_state the final state.
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
@@ -91,8 +91,7 @@ def vlstm(
         return_state=return_state, norm_eps=norm_eps, eps=eps, chunk_size=chunk_size,
         implementation=implementation,  # of the norm, where it is an op by itself
     )  # fmt: skip
-    arrays = operands, i, f, norm_weight
-    return dispatch.run("vlstm", FORMS, implementation, *arrays, **options)
+    return dispatch.run("vlstm", FORMS, implementation, operands, i, f, norm_weight, **options)
 
 
 @checked

@@ -19,6 +19,8 @@ norm the mean in two parts: 12 bytes for each row are cheaper than two more roun
 Each direction reads and writes every element once.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +47,7 @@ def layer_norm(
     gate: Rows | None = None,
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
-) -> Rows | tuple[Rows, Rows]:
+) -> Rows | Any:
     """(x - mean) / sqrt(variance + eps) weight + bias over the last axis, in x's dtype.
 
     weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
@@ -70,7 +72,7 @@ def rms_norm(
     x_bias: Weight = None,
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
-) -> Rows | tuple[Rows, Rows]:
+) -> Rows | Any:
     """x / sqrt(mean(x^2) + eps) weight over the last axis, in x's dtype.
 
     Everything else is as in `layer_norm`.

@@ -272,8 +272,7 @@ def _largest_two(w):
     """Whether each weight is one of the two largest of its four, and their places (K/4, 2, N)."""
     order = jnp.argsort(-jnp.abs(w.reshape(-1, 4, w.shape[1])), axis=1, stable=True)
     places = jnp.sort(order[:, :2], axis=1)
-    kept = (jnp.arange(4)[:, None, None] == places[:, None]).any(2)
-    return kept.reshape(w.shape), places
+    return (jnp.arange(4)[:, None, None] == places[:, None]).any(2).reshape(w.shape), places
 
 
 def _scales(w, kept, bits, symmetric, format):

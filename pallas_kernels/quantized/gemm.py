@@ -127,8 +127,7 @@ def sums(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p = plan(x.shape[0], weight)
     shape = p.splits, p.sets * _WGS * EDGE, mosaic.cdiv(len(x), p.rows) * p.rows
-    out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _product(x, weight, out, p)
+    return _product(x, weight, jax.ShapeDtypeStruct(shape, jnp.float32), p)
 
 
 @jax.jit(static_argnums=(2, 3))

@@ -85,16 +85,14 @@ class RowPlan(NamedTuple):
     @property
     def x_layout(self) -> plgpu.Layout:
         """Of (4, step) of x."""
-        # pyrefly: ignore[bad-return]
-        return _X_FOURS if self.format == "2:4" else _X
+        return _X_FOURS if self.format == "2:4" else _X  # pyrefly: ignore[bad-return]
 
     @property
     def scales_layout(self) -> plgpu.Layout:
         """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
         warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
         tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
-        # pyrefly: ignore[bad-return]
-        return _TILED(tiling, warps, (-2, _Any(4)), -1)
+        return _TILED(tiling, warps, (-2, _Any(4)), -1)  # pyrefly: ignore[bad-return]
 
     @property
     def even(self) -> bool:

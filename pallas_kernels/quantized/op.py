@@ -27,6 +27,7 @@ Micikevicius et al. 2022, "FP8 formats for deep learning".
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -48,7 +49,7 @@ def quantized_linear(
     weight: QuantizedWeight | PlainWeight,
     bias: Float[Array, " N"] | None = None,
     *,
-    dtype=None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x w' + bias for a packed weight, which stands for the matrix w'; sums and bias in float32.
