@@ -18,7 +18,7 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
     name: name for name in ("assistant", "system", "tool")
 }
 # Other trainers' keys for messages without loss, and the value that leaves the loss on.
-_MASKS = {"train": True, "training": True, "loss": True, "mask": False}
+_MASKS = {"train": True, "training": True, "loss": True, "mask": False, "train_detail": []}
 # Some templates print today's date.  The ids must not depend on it; Llama's fall back to this day.
 _DATE = datetime.datetime(2024, 7, 26)
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -92,8 +92,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         if known not in _ROLES:
             raise InputError(f"from={known!r} must be one of {', '.join(_ROLES)}")
         said = {"role": _ROLES[known], "content": message.get("value")}
-        message = said | {key: message[key] for key in ("weight",) if key in message}
-    if isinstance(calls := message.get("tool_calls"), str):
+        message = {key: x for key, x in message.items() if key not in ("from", "value")} | said
+    if isinstance(calls := message.get("tool_calls"), str | list):
         message = message | {"tool_calls": (calls and _list("tool_calls", calls)) or None}
     if message.get("content") is None and not message.get("tool_calls"):
         raise Refused("a message with neither content nor tool_calls")

@@ -128,8 +128,7 @@ class Dataset:
         import grain
 
         windows, most = self.samples(self.val), (max_batches or 2**31) * batch_size
-        if len(windows) < most:
-            windows = self.samples(self.val, whole=True)
+        windows = self.samples(self.val, whole=True) if len(windows) < most else windows
         count = min(round_up(len(windows), batch_size), most)
         order = [i * max(len(windows), count) // count for i in range(count)]
         empty = windows[0] | {"labels": np.full_like(windows[0]["labels"], IGNORE)}

@@ -320,6 +320,5 @@ def choose(
         if min_p > 0:
             logits = jnp.where(logits < jnp.log(min_p), -jnp.inf, logits)
         token = jax.random.categorical(key, logits, mode="high")
-        if ids is not None:
-            token = ids[token]
+        token = token if ids is None else ids[token]
     return jnp.where(jnp.isfinite(best), token, -1).astype(jnp.int32)

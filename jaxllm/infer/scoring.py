@@ -73,8 +73,7 @@ class Scorer:
             scored = labels != IGNORE
             at = jnp.where(scored, labels, 0)[..., None]
             label = jnp.take_along_axis(jax.nn.log_softmax(z), at, axis=-1)[..., 0]
-            likeliest = (z.argmax(-1) == labels) | ~scored
-            return jnp.where(scored, label, 0).sum(-1), likeliest.all(-1)
+            return jnp.where(scored, label, 0).sum(-1), ((z.argmax(-1) == labels) | ~scored).all(-1)
 
         B, T = tokens.shape
         n = WIDTHS if T % WIDTHS == 0 else T

@@ -108,8 +108,7 @@ class Float8(Dense):
         apart = self.casts_apart(x)
         implementation = self.implementation if apart else "xla"
         op = lambda x, arrays: fp8_linear(x, **arrays, implementation=implementation)
-        if apart:
-            op = per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)
+        op = per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS) if apart else op
         weight, total = self.operands(x.dtype)
         arrays = {"weight": weight, "bias": bias, "total": total}
         return op(x, arrays | {"row_norm": None if norm is None else norm.row_norm()})

@@ -91,8 +91,7 @@ class VLSTMLayer(Layer):
         weight = self.norm.weight[...].reshape(self.n_heads, -1) if joins else None
         specs = GATES, GATES, P("tensor", None), P(BATCH, None)
         y = per_device(self._mix_joint, specs, HEADS)(joint, gates, weight, segment_ids)
-        if not joins:
-            y = self.norm(y, self.o(*x_o, norm=norm).reshape(y.shape))
+        y = y if joins else self.norm(y, self.o(*x_o, norm=norm).reshape(y.shape))
         return self.out(y.reshape(x.shape))
 
     def with_cache(

@@ -310,8 +310,7 @@ def run_block(graph, params, remat: str, stream, *args):
             stream = Stream(None, None, stream.sum())
         return stream, cache, nnx.state(block, changed)
 
-    if remat != "none":
-        run = jax.checkpoint(run, policy=_SAVED[remat])
+    run = run if remat == "none" else jax.checkpoint(run, policy=_SAVED[remat])
     return run(params, stream, *args)
 
 

@@ -9,7 +9,8 @@ import functools
 import json
 import re
 import secrets
-from itertools import accumulate
+from collections.abc import Callable
+from itertools import accumulate, product
 from typing import Any
 
 import jinja2
@@ -72,9 +73,11 @@ def render(
     variables = {"documents": None} | variables
     shown = lambda m, **more: _compiled(template).render(variables | {"messages": m} | more)
     try:
+        number = _START[1:-1]  # as JSON text: whether the template would quote it
+        asked = _opened(messages, lambda _: number)
+        if asked != messages and f'"{number}"' in shown(asked):
+            messages = _opened(messages, json.loads)
         marked = shown(messages)
-        if (opened := _opened(messages, marked)) != messages:
-            messages, marked = opened, shown(opened)
         if any(part in marked for part in parts):  # as Python prints a list
             raise ValueError("it takes content as text")
         said = re.split(f"{_START}|{_STOP}", marked)  # every second part in {% generation %}
@@ -84,35 +87,46 @@ def render(
         fix = "; content must be text: join the texts of its parts" * bool(parts)
         raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     # A system message may belong to a last question, and calls may replace the content beside them.
-    last = {str(m.get("role")): i for i, m in enumerate(messages) if not any(map(m.get, _CALLS))}
+    whose = lambda i, m: i if isinstance(m.get("content"), list) else str(m.get("role"))
+    last = {whose(i, m): i for i, m in enumerate(messages) if not any(map(m.get, _CALLS))}
     last.pop("system", None)
-    asked = [(i, key, []) for i in range(len(messages)) for key in _CALLS]
-    asked += [(i, "content", f"{messages[i].get('content')}.") for i in last.values()]
-    lost = []
-    for i, key, other in asked if whole else ():
-        if messages[i].get(key):
+    asked = [*product(range(len(messages)), _CALLS), *product(sorted(last.values()), ["content"])]
+    lost = {}
+    for i, key in asked if whole else ():
+        for other in _others(key, messages[i].get(key)):
             with contextlib.suppress(Exception):  # the template needs the calls
                 found = shown([*messages[:i], messages[i] | {key: other}, *messages[i + 1 :]])
-                lost += [f"{key} (message {i + 1})"] * (found == marked)
+                lost |= dict.fromkeys([f"{key} (message {i + 1})"] * (found == marked))
     if lost:
         raise InputError(
-            f"the chat template leaves out {', '.join(lost)}: write calls as content, or"
-            ' "content": null where it then shows them, and other roles as roles that it shows'
+            f"the chat template leaves out {', '.join(lost)}: write parts and calls as text, or"
+            ' "content": null where it then shows calls, and other roles as roles that it shows'
         )
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     text, ends = "".join(said).encode("utf-8", "replace").decode(), [*accumulate(map(len, said))]
     return text, list(zip(ends[::2], ends[1::2], strict=False))
 
 
-def _opened(value: Any, shown: str) -> Any:
-    """Messages, with a call's arguments as an object where `shown` has them as a quoted text.
-
-    OpenAI's files have them as JSON text, which a template's `tojson` would quote once more.
-    """
+def _opened(value: Any, read: Callable[[str], Any]) -> Any:
+    """Messages with what `read` makes of a call's arguments that are JSON text, as in OpenAI's."""
     if not isinstance(value, dict):
-        return [_opened(x, shown) for x in value] if isinstance(value, list) else value
-    found = {key: _opened(value[key], shown) for key in ("tool_calls", "function") if key in value}
-    if isinstance(text := value.get("arguments"), str) and _json(text) in shown:
+        return [_opened(x, read) for x in value] if isinstance(value, list) else value
+    found = {key: _opened(value[key], read) for key in (*_CALLS, "function") if key in value}
+    if isinstance(text := value.get("arguments"), str):
         with contextlib.suppress(ValueError, RecursionError):
-            found["arguments"] = json.loads(text)
+            found["arguments"] = read(text)
     return value | found
+
+
+def _others(key: str, value: Any) -> list[Any]:
+    """Without the last call, or with a longer text of a part: what a template shows differently."""
+    if not value or key != "content":
+        return [value[:-1] if isinstance(value, list) else []] if value else []
+    if isinstance(value, dict):
+        return [value | {".": "."}]
+    if not isinstance(value, list):
+        return [f"{value}." if isinstance(value, str) else not value]
+    texts = [x.get("text") if isinstance(x, dict) else x for x in value]
+    longer = lambda x: x | {"text": f"{x['text']}."} if isinstance(x, dict) else f"{x}."
+    places = [i for i, text in enumerate(texts) if isinstance(text, str)]
+    return [[*value[:i], longer(value[i]), *value[i + 1 :]] for i in places]

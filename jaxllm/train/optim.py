@@ -125,8 +125,7 @@ def orthogonal(matrices, dtype):
                 x = _NEWTON[0] * x + (_NEWTON[1] * square + _NEWTON[2] * square @ square) @ x
             for i, y in zip(some, x.astype(jnp.float32), strict=True):
                 rows, columns = leaves[i].shape
-                y = y.T if rows > columns else y
-                results[i] = y * max(1, columns / rows) ** 0.5
+                results[i] = (y.T if rows > columns else y) * max(1, columns / rows) ** 0.5
     return jax.tree.unflatten(structure, results)
 
 

@@ -132,8 +132,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
             train=train_section(model),
             optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
         )
-    if merge:
-        run = run.model_copy(update={"model": weights.plain})
+    run = run.model_copy(update={"model": weights.plain}) if merge else run
     (folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
     about = {"config": run.model_dump()} | checksums.tokenizer_digest(folder)
     if packing is not None:

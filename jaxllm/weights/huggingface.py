@@ -281,8 +281,7 @@ def write_tensors(
             files.append([])
         files[-1].append(name)
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = [SINGLE]
+    names = names if len(files) > 1 else [SINGLE]
 
     def converted() -> Iterator[tuple[str, np.ndarray]]:
         for name, x in arrays:

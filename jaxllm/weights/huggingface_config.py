@@ -301,8 +301,7 @@ def _window(page: Page, fields: dict[str, Any], qwen: bool) -> int | None:
         raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
     slide = 0 if window is None else max(0, n_layers - max(0, first))  # the last layers
     kinds = {*["sliding_attention"] * (slide > 0), *["full_attention"] * (slide < n_layers)}
-    if isinstance(given, list):
-        kinds = set(map(str, given[:n_layers]))
+    kinds = set(map(str, given[:n_layers])) if isinstance(given, list) else kinds
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"} or window is None:

@@ -46,19 +46,15 @@ class Place(NamedTuple):
         """{our dotted path: view or copy} of a Hugging Face tensor, in NumPy or JAX."""
         if self.form in ("rows", "columns"):
             x = np.pad(x, ((0, config.padded_vocab_size - x.shape[0]), (0, 0)))
-        if self.form in ("transposed", "columns"):
-            x = x.T
+        x = x.T if self.form in ("transposed", "columns") else x
         width = x.shape[-1] // len(self.ours)
         return {ours: x[..., i * width : (i + 1) * width] for i, ours in enumerate(self.ours)}
 
     def to_theirs(self, config: ModelConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """The Hugging Face tensor of our arrays, the inverse of `to_ours`."""
         x = np.concatenate([arrays[ours] for ours in self.ours], axis=-1)
-        if self.form in ("transposed", "columns"):
-            x = x.T
-        if self.form in ("rows", "columns"):
-            x = x[: config.vocab_size]
-        return x
+        x = x.T if self.form in ("transposed", "columns") else x
+        return x[: config.vocab_size] if self.form in ("rows", "columns") else x
 
 
 def places(config: ModelConfig) -> list[Place]:

@@ -282,7 +282,7 @@ def test_calls_may_be_json_text():
     said = lambda calls: conversation({"messages": [{"role": "assistant", "tool_calls": calls}]})
     assert said(json.dumps([call])) == said([call])
     answer = {"role": "assistant", "content": "a"}
-    for empty in ("", "[]", "null"):  # a template may ask whether the key is there
+    for empty in ("", "[]", "null", []):  # a template may ask whether the key is there
         messages = json.dumps([answer | {"tool_calls": empty}])
         assert conversation({"messages": messages})[0] == [answer | {"tool_calls": None}]
     for empty in ("", "[]", "null", [], None):
@@ -316,6 +316,11 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
             [{"messages": [USER | {"train": None}, USER | {"train": True}, USER | {"loss": 0}]}],
             {},
             r"a\.jsonl:1: messages: loss=0 is not read; weight=0 means no loss$",
+        ),
+        (
+            [{"messages": [USER | {"train_detail": []}, USER | {"train_detail": [{}]}]}],
+            {},
+            r"a\.jsonl:1: messages: train_detail=\[{}\] is not read; weight=0 means no loss$",
         ),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),

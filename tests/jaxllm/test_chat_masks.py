@@ -1,5 +1,6 @@
 """What a chat template makes of conversations: their forms, ids, and which tokens have loss."""
 
+import contextlib
 import json
 import re
 
@@ -21,6 +22,9 @@ def test_four_forms_give_the_same_messages():
     said = [("system", "S"), ("human", "Q"), ("gpt", "A")]
     turns = [{"from": role, "value": text} for role, text in said]
     assert chat.conversation({"conversations": turns}) == (right, 0)
+    more = dict(tool_calls=[{"function": {"name": "f"}}], reasoning_content="R", weight=0)
+    found = chat.conversation({"conversations": [turns[1], turns[2] | more]})
+    assert found == ([right[1], right[2] | more], 0)
     for system in ("S", ""):  # an empty one is none, as an empty input
         for key in ("system", "system_prompt"):
             found = chat.conversation({"conversations": turns[1:], key: system})
@@ -41,6 +45,49 @@ def told(i: int, template: str) -> list[dict]:
     """A conversation, without the calls that a template leaves out: with them it is refused."""
     gone = {"tool_calls"} if template in ("chatml", "trimmed") else set()
     return [{key: m[key] for key in m if key not in gone} for m in MASKS["conversations"][i]]
+
+
+PARTS = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+CALLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+
+
+@pytest.mark.parametrize("content", [PARTS, ["A"], {"A": 1}, 42, True])
+def test_content_that_a_template_takes_for_none_is_refused(content, tmp_path):
+    """Qwen3's template shows content that is no text as an empty one."""
+    shows = "{{ m.content if m.content is string }}"
+    tokenizer = Tokenizer(with_template(tmp_path / "a", TEMPLATE.replace("{{ m.content }}", shows)))
+    given = [pair("Q", content), [*pair("Q", "A"), {"role": "tool", "content": content}]]
+    for turns in given + [[*pair(PARTS, "A"), *pair("Q", "A")]] * (content == PARTS):
+        with pytest.raises(InputError, match=r"leaves out content \(message \d\): write parts"):
+            tokenizer.rendered(turns)
+
+
+@pytest.mark.parametrize(
+    ("shows", "turns"),
+    [
+        ("{{ m.content[0].text }}{{ m.content[1].text }}", pair(PARTS, PARTS)),
+        (
+            "{{ m.tool_calls[0].function.name }}{{ m.tool_calls[1].function.name }}",
+            [{"role": "assistant", "tool_calls": CALLS}],
+        ),
+    ],
+)
+def test_a_part_or_a_call_that_a_template_leaves_out_is_refused(shows, turns, tmp_path):
+    for last, name in (("", "all"), (shows[shows.rindex("{{") :], "first")):
+        template = TEMPLATE.replace("{{ m.content }}", shows.removesuffix(last))
+        tokenizer = Tokenizer(with_template(tmp_path / name, template))
+        with pytest.raises(InputError, match=r"\(mess") if last else contextlib.nullcontext():
+            text = tokenizer.rendered(turns, answer=False)[0]
+            assert text.endswith(("AB<|eot_id|>\n", "fg<|eot_id|>\n"))
+
+
+def test_arguments_stay_text_where_the_conversation_quotes_them(tmp_path):
+    """The quoted text was taken for what `tojson` writes: the call became Python's {'a': 1}."""
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    shows = "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}"
+    tokenizer = Tokenizer(with_template(tmp_path / "a", TEMPLATE.replace("{{ m.content }}", shows)))
+    turns = [*pair(json.dumps('{"a": 1}'), "")[:1], {"role": "assistant", "tool_calls": [call]}]
+    assert tokenizer.rendered(turns, answer=False)[0].endswith('{"a": 1}<|eot_id|>\n')
 
 
 def test_what_a_template_leaves_out_or_quotes_twice(tmp_path):
