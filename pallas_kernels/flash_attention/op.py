@@ -68,7 +68,7 @@ def attention(
     segment_ids: ids (B, S) of the keys, which the queries share at their positions, or a pair (ids
         of the queries, ids of the keys).  A query sees only its segment's keys.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
-    return_lse: also returns the natural log of the sum of exp(logits), float32, differentiable.
+    return_lse: also returns ln(sum of exp(logits)), (B, H, T), float32, differentiable.
 
     A query that sees no key gets zeros and lse = -inf.  If all its visible logits are -inf (from
     an infinity in q or k) it gets NaN, but zeros from the kernels with a window of less than 128 or

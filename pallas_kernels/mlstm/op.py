@@ -49,7 +49,7 @@ def vlstm(
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T NH DV"] | Any:
-    """Returns h for every position, in q's dtype, and with return_state the final state.
+    """Returns h for every position, in q's dtype, or with return_state (h, the final state).
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
         and DV in multiples of 64; otherwise it is split in copies.
