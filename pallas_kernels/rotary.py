@@ -64,8 +64,8 @@ def rope(
     scaling: RopeScaling | None = None,
     layout: Layout = "half",
     implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Any:
-    """Rotates pair n of q and k by position theta^(-2 n / D) (Su et al. 2021), in float32.
+) -> Any:
+    """Rotates pair n of q and k by position theta^(-2 n / D) (Su et al. 2021), in float32: (q, k).
 
     q: or a `Packed` of q, k and v, with k=None; the result is then a `Packed`, q and k rotated.
         The kernel rotates them in place where nothing else uses the array.

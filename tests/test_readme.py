@@ -41,10 +41,22 @@ def test_the_code_runs(code):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
+PARTS = """
+import jax.numpy as jnp, pallas_kernels as pk
+x, at = jnp.ones((2, 8, 1, 64)), jnp.arange(8)
+y, s = pk.rms_norm(x, residual=x)
+q, k = pk.rope(x, x, at)
+packed: pk.Packed = pk.rope(pk.Packed(jnp.ones((2, 8, 192)), ((1, 64),) * 3), None, at)
+out, lse = pk.attention(packed, return_lse=True)
+h, state = pk.vlstm(q, k, k, y[..., 0], s[..., 0], return_state=True)
+pk.vlstm_step(out[:, 0], h[:, 0], h[:, 0], lse[..., 0], lse[..., 0], state)
+"""
+
+
 def test_a_type_checker_accepts_the_code(wheel, tmp_path):
     """A user's project sees the types in the wheel, and finds there what the pages import."""
     pytest.importorskip("pyrefly")
-    code = [*blocks("python", [*PAGES, "docs/decoding"]), f"path = ''\n{blocks('py')[0]}"]
+    code = [*blocks("python", [*PAGES, "docs/decoding"]), f"path = ''\n{blocks('py')[0]}", PARTS]
     for i, text in enumerate(code):
         (tmp_path / f"{i}.py").write_text(text)
         for node in ast.walk(ast.parse(text)):

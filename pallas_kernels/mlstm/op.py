@@ -48,7 +48,7 @@ def vlstm(
     eps: float = 0.0,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> Float[Array, "B T NH DV"] | Any:
+) -> Any:
     """Returns h for every position, in q's dtype, or with return_state (h, the final state).
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
