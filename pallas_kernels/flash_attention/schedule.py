@@ -77,7 +77,7 @@ class Schedule(NamedTuple):
     stages: int  # steps in flight
     block: int  # rows of a block
     lead: int  # rows of the first block that do not exist, in whole warpgroups
-    items: int
+    items: int  # blocks of rows of all pairs
     grid: int  # blocks of the kernel
     where: Callable  # item -> (first row of the block, (batch, head))
     dtype: Any
@@ -207,24 +207,22 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     while pairs % sections:
         sections += 1
     section = pairs // sections
-    grow = call.causal and call.window is None and not call.segmented
-    long = levels - levels // 3 if grow else levels
+    differ = call.causal and call.window is None and not call.segmented
+    short = levels // 3 if differ else 0
 
     # Longest first, so that short ones fill the gaps at the end; but one section of the pairs after
     # the other, so that what the running blocks stream stays in the L2 cache (50 MB).  As a block
     # knows its next item early, the shortest third of all pairs comes last.
     def in_sections(item):
-        number, rest = mosaic.divide(item, section * long)
+        number, rest = mosaic.divide(item, section * (levels - short))
         level, pair = mosaic.divide(rest, section)
         return level, number * section + pair
 
+    late = lambda item: mosaic.divide(item, pairs)
+
     def where(item):
-        if long < levels:
-            level, pair = lax.cond(
-                item < pairs * long, in_sections, lambda item: mosaic.divide(item, pairs), item
-            )
-        else:
-            level, pair = in_sections(item)
+        early = item < pairs * (levels - short)
+        level, pair = lax.cond(early, in_sections, late, item) if short else in_sections(item)
         return first_row(level), mosaic.divide(pair, owners)
 
     items = levels * pairs
