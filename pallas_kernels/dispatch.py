@@ -102,9 +102,6 @@ def run(
 ):
     """Runs `op` in the form that `choose` takes; records and logs the decision.
 
-    Raises NotImplementedError if implementation="mosaic" and no kernel fits, with all reasons,
-    ValueError for an unknown implementation.
-
     Under jit arrays have no device: where a GPU is present, but the program is for the CPU, call it
     in a `jax.default_device("cpu")` context.
     """

@@ -79,9 +79,8 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None):
     return y.astype(wte.dtype if dtype is None else dtype)
 
 
-# For rows of fewer than 128 columns, which the kernels pad, XLA's form is faster (H100, JAX 0.11.2,
-# at 4x1024x100 12 times forward, 4 times backward).  Its backward pass adds with atomics, however,
-# so the kernels run there too, for the same bits in every run.
+# For rows of fewer than 128 columns, which the kernels pad, XLA is faster (H100, JAX 0.11.2, at
+# 4x1024x100 12 times forward, 4 times backward), but adds with atomics; so kernels run there, too.
 def why_not(tokens, wte, wpe, *, dtype) -> str | None:
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)

@@ -90,8 +90,7 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side, which may
     have further columns.
     first: the initial (C, n), None for zero; last: the final one, if requested.
-    weight: computes sigmoid(o) layer_norm(h, weight) in place of h, o being the last columns of one
-    array.  Splitting the array would copy it: the kernels index its columns.
+    weight: computes sigmoid(o) layer_norm(h, weight) in place of h; o are the array's last columns.
     """
     q, k, v = _heads(arrays, i.shape[2], call)
     g, s = gates(i, lf, m, starts), call.dqk**-0.5

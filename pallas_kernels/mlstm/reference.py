@@ -54,9 +54,7 @@ def chunkwise(
 ):  # fmt: skip
     """Computes chunks of L positions from L x L matrices, like attention, and steps between chunks.
 
-    Matmuls take operands of q's dtype and sum in float32; gates, m, states and sums are float32
-    (all float64 for float64).  Time and memory are linear in T.  Only the arguments are saved; the
-    backward pass recomputes the states and the L x L matrices.
+    Time and memory are linear in T; the backward pass recomputes the states and the matrices.
     """
     size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), i.shape[1]))
     options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)

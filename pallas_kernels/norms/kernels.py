@@ -65,8 +65,7 @@ def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
 
     x_bias: is added to x first; the backward pass sums its gradient by heads if it has some, and
     needs the statistics in this order.
-    With a gate y is multiplied by sigmoid(gate).  The gate may be the last heads of a wider array,
-    which is read in place.
+    gate: may be the last heads of a wider array, which is read in place.
     Returns (y, s), None without a residual, and what the backward pass needs; of it the statistics
     are float32 (heads, sets of rows, lines).
     """
