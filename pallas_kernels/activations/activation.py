@@ -77,8 +77,7 @@ def swiglu(
 
 def gelu_reference(x, bias=None):
     """The formula in jnp, in float32 (float64 for float64)."""
-    z = x if bias is None else _plus(x, bias)
-    z = mosaic.rounded(z.astype(mosaic.stat_dtype(x.dtype)), x.dtype)  # and with it dz
+    z = mosaic.rounded(_plus(x, bias).astype(mosaic.stat_dtype(x.dtype)), x.dtype)  # and so is dz
     w = jnp.clip(z, -100, 100)  # beyond, tanh(u) is constant and z^3 may overflow
     u = math.sqrt(2 / math.pi) * (w + 0.044715 * w * w * w)
     return (0.5 * z * (1 + jnp.tanh(u))).astype(x.dtype)
@@ -201,14 +200,12 @@ def swiglu_backward(saved, apply):
 
 
 def gelu_forward(x, bias):
-    if bias is None:
-        return elementwise(gelu_forward_tile, x, name="gelu_forward")[0], (x, None)
     z = _plus(x, bias)
-    if x.dtype == jnp.bfloat16:  # the form that XLA recognises after a matmul
+    if bias is not None and x.dtype == jnp.bfloat16:  # the form that XLA recognises after a matmul
         y = z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
     else:
         y = elementwise(gelu_forward_tile, z, name="gelu_forward")[0]
-    return y, (z, bias[:0])
+    return y, (z, None if bias is None else bias[:0])
 
 
 def gelu_backward(saved, apply):
@@ -223,7 +220,7 @@ def gelu_backward(saved, apply):
 def _plus(x, bias):
     # A jax.checkpoint policy can save z by name.  Saving x would keep XLA from adding the bias in
     # the matmul.
-    return checkpoint_name(mosaic.plus(x, bias), "gelu")
+    return x if bias is None else checkpoint_name(mosaic.plus(x, bias), "gelu")
 
 
 _gelu = _with_kernel("gelu_backward", gelu_forward, gelu_backward)
