@@ -89,7 +89,7 @@ def _normalise(
 ):  # fmt: skip
     """A block normalises one tile."""
     tile, head = lax.axis_index("block"), lax.axis_index("head")
-    rows_of = lambda ref: ref.at[*t.place(ref, tile)]
+    rows_of = lambda ref: t.window(ref, tile)
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     most = 1 + centered  # means at once
@@ -227,18 +227,17 @@ def _backward_tiles(
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
     block, head = lax.axis_index("block"), lax.axis_index("head")
     weight = None if weight_ref is None else weight_ref.at[head]
-    window = lambda ref, tile: ref.at[t.place(ref, tile)]
     raw = lambda ref, g, c: mosaic.read(t.lines(ref, g, c), t.layout)
 
     def step(i, totals):
         tile = block + i * t.blocks
         rows = {
-            k: [[raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
+            k: [[raw(t.window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
             for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
         }
         load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))
         stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
-        dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
+        dx, dgate = jax.tree.map(lambda ref: t.window(ref, tile), (dx_ref, dgate_ref))
         now = _Tile(centered, t, rows, dx, dgate, weight, stats)
         first = _first_pass(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
         _second_pass(now, totals, *first)
@@ -278,12 +277,10 @@ class _Tile(NamedTuple):
     def operands(self, group, c):
         """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
         n = normalise(self.t, self.load("x", group, c), *self.stats[group])
-        g = dy = self.load("dy", group, c)
+        dy = self.load("dy", group, c)
         gate = None if self.dgate is None else mosaic.sigmoid(self.load("gate", group, c))
-        if gate is not None:
-            g = dy = dy * gate
-        if self.weight is not None:
-            g = dy * self.t.weight(self.weight, c)
+        dy = dy if gate is None else dy * gate
+        g = dy if self.weight is None else dy * self.t.weight(self.weight, c)
         if gate is not None:
             mosaic.store(self.t.lines(self.dgate, group, c), g * n * (1 - gate))
         return n, g, dy

@@ -78,13 +78,13 @@ class Tiling(NamedTuple):
         x = mosaic.pad_axis(x, 0, self.tile) if x.ndim == 3 else x
         return x.reshape(*x.shape[:-1], self.strips, self.strip)
 
-    def place(self, ref, tile):
-        """Where an array has a tile's rows of this block's head.
+    def window(self, ref, tile):
+        """A tile's rows of this block's head in an array.
 
         A gate may stand in a wider array; its heads are the last ones there.
         """
         head = lax.axis_index("head") + (ref.shape[1] - self.heads)
-        return pl.ds(tile * self.tile, self.tile), head
+        return ref.at[pl.ds(tile * self.tile, self.tile), head]
 
     def unview(self, x):
         return x.reshape(*x.shape[:-2], self.cols)[: self.rows]
