@@ -256,12 +256,13 @@ class _Row(NamedTuple):
 
 
 def capped(u, softcap):
-    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None)."""
+    """(capped logit, function from its gradient to the logit's) of a logit, inside a kernel."""
     if softcap is None:
-        return u, None
+        return u, lambda dz: dz
     # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
     s = 1 / (jnp.exp2(u * (2 * LOG2E / softcap)) + 1)
-    return softcap - 2 * softcap * s, 4 * s * (1 - s)
+    capped_u, slope = softcap - 2 * softcap * s, 4 * s * (1 - s)
+    return capped_u, lambda dz: dz * slope
 
 
 def _body(
@@ -362,9 +363,8 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 
     @pl.when((row.group == 0) & (label >= 0))
     def _():
-        x, slope = capped(picked, cut.softcap)
-        dz = factor * jnp.exp(x - top) - scale
-        dz = dz if slope is None else dz * slope
+        x, through_cap = capped(picked, cut.softcap)
+        dz = through_cap(factor * jnp.exp(x - top) - scale)
         row.dz[label // cut.part, label % cut.part] = dz.astype(row.dz.dtype)
 
 
@@ -373,9 +373,8 @@ def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
     layout = cut.layout(width)
     xs = [mosaic.load(row.z.at[:, pl.ds(start, width)], layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
-        x, slope = capped(x, cut.softcap)
-        dz = factor * jnp.exp(x - top)
-        dz = dz if slope is None else dz * slope
+        x, through_cap = capped(x, cut.softcap)
+        dz = through_cap(factor * jnp.exp(x - top))
         if masked:
             dz = jnp.where(cut.columns(start, width) < row.valid, dz, 0.0)
         mosaic.store(row.dz.at[:, pl.ds(start, width)], dz)

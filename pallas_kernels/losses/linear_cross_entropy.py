@@ -297,11 +297,10 @@ def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
         rows.append(jnp.full(labels.shape, valid))
 
     def tile(u, log_sum, label, valid=known):
-        x, slope = capped(u, softcap)
+        x, through_cap = capped(u, softcap)
         column = quantize.column_numbers()
         dz = jnp.exp(x - log_sum)
-        dz = jnp.where(column == label, dz - 1, dz)
-        dz = dz if slope is None else dz * slope
+        dz = through_cap(jnp.where(column == label, dz - 1, dz))
         return (jnp.where(column < valid, dz, 0.0),)
 
     name, one = "linear_cross_entropy_gradient_fp8", [jnp.float32(1)]
