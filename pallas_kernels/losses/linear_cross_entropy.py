@@ -196,9 +196,8 @@ def _reduce(total, labels, ignore_index, reduction):
 
 def _local(labels, v, vocab_size, vocab_axis):
     """Labels as columns of this device's v logits (-1: elsewhere), and its unpadded columns."""
-    if vocab_axis is None:
-        column, valid = labels, vocab_size
-    else:
+    column, valid = labels, vocab_size
+    if vocab_axis is not None:
         first = lax.axis_index(vocab_axis) * v
         column, valid = labels - first, jnp.clip(vocab_size - first, 0, v)
     return jnp.where((column >= 0) & (column < valid), column, -1), valid
@@ -252,8 +251,7 @@ def _chunk(w, x, w_now, local, scale, valid, o: _Options, differentiate, frozen)
         dz, top, total, picked = kernel(real=valid, write=differentiate)
     else:
         top, total, picked, own_picked = _sums(z, local, valid, o)
-        given = (top, total, own_picked)
-        dz = kernel(valid, given, write=True)[0] if differentiate else None
+        dz = kernel(valid, (top, total, own_picked), write=True)[0] if differentiate else None
     losses = _loss(top, total, picked, o) * scale
     if dz is None:
         return losses, None, None
@@ -335,8 +333,7 @@ def _linear_cross_entropy(x, weight, labels, scale, total, o):
 
 def _forward(x, weight, labels, scale, total, o):
     values = x.value, weight.value, labels.value, scale.value, total and total.value
-    frozen = total is None and not weight.perturbed
-    loss, gradients = _run(*values, o, True, frozen)
+    loss, gradients = _run(*values, o, True, frozen=total is None and not weight.perturbed)
     return loss, (gradients, jnp.zeros((), weight.value.dtype) if total is None else None)
 
 
