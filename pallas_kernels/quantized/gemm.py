@@ -182,11 +182,6 @@ def _body(p: ManyPlan, kind, words, scales, offsets, x, out, **smem):
         _store_turned(p, refs, total)
 
 
-def _ring(p: ManyPlan, refs) -> Ring:
-    """This warpgroup's ring of words and scales; its steps are turns."""
-    return Ring(p.slots, refs.word_bars, first=lax.axis_index("wg") * p.slots, flat=True)
-
-
 def _x_ring(p: ManyPlan, refs, wg=0) -> Ring:
     """The ring of x, which warpgroup 0 fills."""
     return Ring(p.stages, refs.x_bars, refs.free_bars, wg=wg)
@@ -194,7 +189,7 @@ def _x_ring(p: ManyPlan, refs, wg=0) -> Ring:
 
 def _fetch_words(p: ManyPlan, refs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
-    ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
+    ring, zero = unpack.ring_of(p.slots, refs.word_bars), lax.rem(turn, jnp.int32(1))
     if p.back:
         tile, part = turn * p.tiles, _columns() // EDGE * p.parts
         group = lax.div(_columns(), jnp.int32(p.group or 1))
@@ -217,7 +212,7 @@ def _columns():
 
 def _multiply(p: ManyPlan, kind, refs, i, acc, load):
     """acc += w' x^T of the i-th turn; kind: bits and format of w."""
-    slot = _ring(p, refs).wait(i)
+    slot = unpack.ring_of(p.slots, refs.word_bars).wait(i)
     unpacked = (_transposed if p.back else _columns_of)(p, kind, refs, slot)
     for block, w in enumerate(unpacked):
         s = i * _BLOCKS + block

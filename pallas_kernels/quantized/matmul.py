@@ -33,7 +33,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA, read
-from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized import unpack
 from pallas_kernels.quantized.formats import QuantizedWeight
 from pallas_kernels.quantized.unpack import EDGE, LANE_WORDS, SCALES, TILES
@@ -130,13 +129,9 @@ def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
 
-def _ring(p: FewPlan, refs) -> Ring:
-    return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
-
-
 def _fetch(p: FewPlan, refs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
-    ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
+    ring, zero = unpack.ring_of(p.stages, refs.bars), lax.rem(turn, jnp.int32(1))
     tiles = pl.ds(lax.axis_index("n") * TILES, TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
@@ -150,7 +145,7 @@ def _fetch(p: FewPlan, refs, i, turn):
 
 def _multiply(p: FewPlan, kind, refs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn; kind: bits and format of w."""
-    slot = _ring(p, refs).wait(i)
+    slot = unpack.ring_of(p.stages, refs.bars).wait(i)
     per = max(1, p.groups // p.span)  # groups of a step
 
     @pl.loop(0, p.span)

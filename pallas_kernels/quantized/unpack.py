@@ -19,6 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -107,6 +108,11 @@ def buffers(slots: int, tiles: int, parts: int, groups: int, asymmetric: bool) -
     small = plgpu.SMEM((slots, tiles, groups, COLUMNS), jnp.bfloat16)
     words = plgpu.SMEM((slots, tiles, parts, LANES * WORDS), jnp.int32)
     return dict(words_smem=words, scales_smem=small, offsets_smem=small if asymmetric else None)
+
+
+def ring_of(slots: int, bars) -> Ring:
+    """This warpgroup's ring of turns; the buffers of all warpgroups share arrays."""
+    return Ring(slots, bars, first=lax.axis_index("wg") * slots, flat=True)
 
 
 def send(ring: Ring, i, refs, tiles, parts, groups) -> None:
