@@ -99,8 +99,7 @@ def cell_forward(arrays, i, lf, first, m, starts, weight, call):
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
     vectors = dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start)
-    how = dict(mode="forward", normalize=call.normalize)
-    h, norm, sign = chunk_outputs(q, k, v, c, vectors, n, **how)
+    h, norm, sign = chunk_outputs(q, k, v, c, vectors, n, mode="forward", normalize=call.normalize)
     h = h.reshape(*arrays[0].shape[:2], i.shape[2], -1)
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
     # states, which take more memory than h and little time.

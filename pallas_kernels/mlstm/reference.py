@@ -95,8 +95,7 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
 
     # Compute the rows from the carried state and the chunk's own positions.
     carried = b + jnp.where(continues, m_before[..., None], 0)
-    m = jnp.maximum(carried, jnp.max(log_d, -1))
-    m = jnp.maximum(m, floor(stat))
+    m = jnp.maximum(jnp.maximum(carried, jnp.max(log_d, -1)), floor(stat))
     # The weights contain 1 / sqrt(DQK): what q k^T is multiplied with also scales its cotangent,
     # which float16 must hold.
     s = max(q.shape[-1], 1) ** -0.5

@@ -250,8 +250,7 @@ def _walk(s: Walk, x, y, weight, vector, decay, first, other, outputs, /, **smem
     if first is not None:
         state = mosaic.load(first[0].at[b, h, span, *here], WGMMA)
         sums = mosaic.load(first[1].at[b, h, span, mine], ROW)
-    step = functools.partial(_step, w)
-    _, state, sums = lax.fori_loop(0, steps, step, (decay, state, sums))
+    _, state, sums = lax.fori_loop(0, steps, functools.partial(_step, w), (decay, state, sums))
     if not s.ends:
         return
     # Store the state after the last chunk.
@@ -260,8 +259,7 @@ def _walk(s: Walk, x, y, weight, vector, decay, first, other, outputs, /, **smem
     @pl.when(end >= 0)
     def _():
         mosaic.store(outputs.last.at[b, h, end, *here], state)
-        s_last = lambda: mosaic.store(outputs.s_last.at[b, h, end, mine], sums)
-        pl.when(y_tile == 0)(s_last)
+        pl.when(y_tile == 0)(lambda: mosaic.store(outputs.s_last.at[b, h, end, mine], sums))
 
 
 def _load_chunk(w: Walker, n):
