@@ -108,8 +108,7 @@ def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half
     def rotate(x):
         dtype, pairs = mosaic.stat_dtype(x.dtype), x.shape[-1] // 2
         cos, sin = cos_sin(positions[..., None], x.shape[-1], theta, scaling, dtype)
-        pair = -2 if layout == "half" else -1
-        shape = (2, pairs) if layout == "half" else (pairs, 2)
+        pair, shape = (-2, (2, pairs)) if layout == "half" else (-1, (pairs, 2))
         a, b = jnp.moveaxis(x.astype(dtype).reshape(*x.shape[:-1], *shape), pair, 0)
         y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=pair)
         return y.reshape(x.shape).astype(x.dtype)

@@ -238,8 +238,7 @@ def _warpgroups(k: int, dtype) -> dict[int, int]:
 def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> SingleRowPlan:
     """sizes: N of each weight."""
     fit = _warpgroups(k, dtype)
-    few = [n for n, loads in fit.items() if loads <= _FEW]
-    wgs = few[0] if few else max(fit)
+    wgs = next((n for n, loads in fit.items() if loads <= _FEW), max(fit))
     pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
     rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
     return SingleRowPlan(rows, wgs, k, eps, centered, activation)
