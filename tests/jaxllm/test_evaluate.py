@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from cases import slow
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizer_families import FAMILIES, FOLDER
 from tokenizers import models, processors
@@ -156,7 +157,7 @@ def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
             read(path)
 
 
-@pytest.mark.parametrize("name", list(EXPECTED))
+@pytest.mark.parametrize("name", [slow(n) if n == "xlstm" else n for n in EXPECTED])
 def test_hellaswag_equals_the_harness_on_hugging_face(runs, name, tmp_path, capsys):
     lines = (TEXTS / "hellaswag.jsonl").read_text("utf-8").splitlines()
     questions = list(map(json.loads, lines))

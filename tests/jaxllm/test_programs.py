@@ -194,7 +194,7 @@ def test_a_second_run_finds_the_step_of_the_first(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bit", slow("end"), slow("empty"), "another pickle", slow("another step")]
+    "kind", ["bit", slow("end"), slow("empty"), slow("another pickle"), slow("another step")]
 )
 def test_a_damaged_file_is_replaced_after_one_line(kind, place, caplog):
     find(launch.trace_step, trainer := make())
