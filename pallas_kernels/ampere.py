@@ -25,7 +25,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels.mosaic import WGMMA, inline, wgmma_tiles, zeros
+from pallas_kernels.mosaic import WGMMA, global_pointer, inline, wgmma_tiles, zeros
 
 _THREADS = 128
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -160,7 +160,7 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     inside = add(inside, block)
     first_row = add(first, row)
     from_ = _index(batch, (t, first_row), (h, head), (d, multiply(piece, constant(8))))
-    global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
+    global_ = mgpu.utils.getelementptr(global_pointer(array), [from_], element)
     shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
     found = []
     for r in range(0, rows, at_once):
@@ -181,7 +181,7 @@ def _load_line(shape, line_shape, _, array, target, batch, head, first):
     mine = arith.muli(thread, constant(4))
     (_, heads, t), f32 = shape, ir.F32Type.get()
     place = _index(batch, (heads, head), (t, arith.addi(first, mine)))
-    source = mgpu.utils.getelementptr(_global(array), [place], f32)
+    source = mgpu.utils.getelementptr(global_pointer(array), [place], f32)
     target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
     with mgpu.when(_less(mine, constant(line_shape[0]))):
         _copy(source, target)
@@ -217,10 +217,6 @@ def constant(n: int):
 
 def _less(x, y):
     return arith.cmpi(arith.CmpIPredicate.slt, x, y)
-
-
-def _global(array):
-    return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
 
 
 def _wait(copies: int | None, _):

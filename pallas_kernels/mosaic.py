@@ -104,11 +104,14 @@ def count(counter):
 
 def _count(_, counter):
     code = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p atom.global.add.u32 $0, [$1], 1; }"
-    place = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(counter))
-    thread = mgpu.thread_idx()
+    place, thread = global_pointer(counter), mgpu.thread_idx()
     old = llvm.inline_asm(thread.type, [place, thread], code, "=r,l,r", has_side_effects=True)
-    # pyrefly: ignore[bad-argument-type]
-    return mgpu.FragmentedArray.splat(old, (), is_signed=True)
+    return mgpu.FragmentedArray.splat(old, (), is_signed=True)  # pyrefly: ignore[bad-argument-type]
+
+
+def global_pointer(array):
+    """The address of an array in global memory, in Mosaic's own language."""
+    return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
 
 
 def store_number(ref, x) -> None:

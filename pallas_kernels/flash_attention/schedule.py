@@ -295,11 +295,10 @@ def launch(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    arrays = tuple(inputs.values())
     if counter is not None or not s.persistent:
-        return kernel(arrays, counter)
+        return kernel(tuple(inputs.values()), counter)
     zero = jnp.zeros((1,), jnp.int32)
-    return mosaic.in_place(lambda ref, *x: kernel(x, ref), zero, *arrays, results=True)[1]
+    return mosaic.in_place(lambda ref, *x: kernel(x, ref), zero, *inputs.values(), results=True)[1]
 
 
 def forward_results(q, call: Call):

@@ -118,13 +118,15 @@ def work_items(w: Worker, begin, body) -> None:
         def one(carry):
             count, item, following, n = carry
             n = body(w, item_of(w, item, following, count, n))
-            at = lax.rem(count, jnp.int32(w.smem.items.shape[0]))
-            plgpu.barrier_wait(w.smem.item_full.at[at])
-            return count + 1, following, w.smem.items[at], n
+            return count + 1, following, w.smem.items[numbers_of(w).wait(count)], n
 
         carry = zero, block, or_none(s, block + s.grid), zero
         lax.while_loop(lambda carry: carry[1] >= 0, one, carry)
     plgpu.wait_smem_to_gmem(0)
+
+
+def numbers_of(w: Worker) -> Ring:
+    return Ring(w.smem.items.shape[0], w.smem.item_full)
 
 
 def or_none(s: Schedule, item):
@@ -146,7 +148,7 @@ def finish(w: Worker, i: Item, store) -> None:
 
     @pl.when(w.wg == 0)
     def _():
-        at = lax.rem(i.count, jnp.int32(w.smem.items.shape[0]))
+        at = numbers_of(w).slot(i.count)
         mosaic.store_number(w.smem.items.at[pl.ds(at, 1)], or_none(s, taken + 2 * s.grid))
         plgpu.barrier_arrive(w.smem.item_full.at[at])
 
