@@ -93,7 +93,7 @@ def render(
     asked = [*product(range(len(messages)), _CALLS), *product(sorted(last.values()), ["content"])]
     lost = {}
     for i, key in asked if whole else ():
-        for other in _others(key, messages[i].get(key)):
+        for other in _others(key, messages[i][key]) if messages[i].get(key) else ():
             with contextlib.suppress(Exception):  # the template needs the calls
                 found = shown([*messages[:i], messages[i] | {key: other}, *messages[i + 1 :]])
                 lost |= dict.fromkeys([f"{key} (message {i + 1})"] * (found == marked))
@@ -120,8 +120,8 @@ def _opened(value: Any, read: Callable[[str], Any]) -> Any:
 
 def _others(key: str, value: Any) -> list[Any]:
     """Without the last call, or with a longer text of a part: what a template shows differently."""
-    if not value or key != "content":
-        return [value[:-1] if isinstance(value, list) else []] if value else []
+    if key != "content":
+        return [value[:-1] if isinstance(value, list) else []]
     if isinstance(value, dict):
         return [value | {".": "."}]
     if not isinstance(value, list):
