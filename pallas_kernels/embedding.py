@@ -82,8 +82,7 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None):
 # For rows of fewer than 128 columns, which the kernels pad, XLA is faster (H100, JAX 0.11.2, at
 # 4x1024x100 12 times forward, 4 times backward), but adds with atomics; so kernels run there, too.
 def why_not(tokens, wte, wpe, *, dtype) -> str | None:
-    result = jax.ShapeDtypeStruct((), dtype)
-    reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
+    reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=jax.ShapeDtypeStruct((), dtype))
     reason = reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
     return reason or mosaic.too_many(**{"2 (B T + V)": 2 * (tokens.size + wte.shape[0])})
 

@@ -220,7 +220,7 @@ def all_heads(w: Worker, i: Item, add):
         if late:
             plgpu.wgmma_wait(0)
             release(w, steps.step_of(i, g, i.last - 1).n)
-        if visits.window is not None:
+        if s.masks_last:
             pass_by(w, i, g, i.last, i.end)
 
 
@@ -327,8 +327,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 
 
 def sum_dv(w: Worker, i: Item, dv_acc):
-    k_ids = wait_for_k(w, i)
-    all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
+    all_heads(w, i, functools.partial(add_dv, w, i, wait_for_k(w, i), dv_acc))
     store(w, i, "dv", [acc[...] for acc in dv_acc])
 
 
@@ -405,8 +404,7 @@ def one_item(w: Worker, i: Item):
     if s.persistent:
         pl.when(following >= 0)(lambda: load_kv(w, following, 1 - i.side))
         # An item of fewer steps than `ahead` also loads the first tiles of the next item.
-        first = lambda nth: load(w, Step(i.n0 + nth, 0, nth), nth, i.stream)
-        pl.loop(total, ahead(s))(first)
+        pl.loop(total, ahead(s))(lambda n: load(w, Step(i.n0 + n, 0, n), n, i.stream))
 
     pl.when(i.row < end)(lambda: differentiate(w, i))
     if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:

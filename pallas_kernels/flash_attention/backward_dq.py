@@ -131,14 +131,12 @@ def load_rows(w: Worker, item, side=0):
     for n, ref in enumerate(stats):
         plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
     if s.segmented:
-        ids = inputs.q_ids.at[batch, rows]
-        plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
+        plgpu.copy_gmem_to_smem(inputs.q_ids.at[batch, rows], smem.ids.at[s.stages + w.wg], bar)
 
 
 def load(w: Worker, i: Item, n, *tiles: Operand):
     """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
-    send = lambda stream: steps.send_keys(w, n, stream, *tiles)
-    steps.send_any(w, n, i.stream, send)
+    steps.send_any(w, n, i.stream, lambda stream: steps.send_keys(w, n, stream, *tiles))
 
 
 def refill(w: Worker, i: Item, n, free, *tiles: Operand):
@@ -146,7 +144,7 @@ def refill(w: Worker, i: Item, n, free, *tiles: Operand):
     s = w.schedule
 
     def one(x):
-        plgpu.barrier_wait(free.at[s.slot(n)])
+        plgpu.barrier_wait(free.at[keys_of(w).ring.slot(n)])
         load(w, i, n + ahead(s), x)
 
     def by_warp(warp):  # only these two wait until all have left
@@ -186,7 +184,7 @@ def load_following(w: Worker, i: Item):
 def release_k(w: Worker, i: Item, n):
     """dQ += dS K of the step before n is done."""
     if frees_k_apart(w.schedule):
-        plgpu.barrier_arrive(w.smem.k_free.at[w.schedule.slot(n)])
+        plgpu.barrier_arrive(w.smem.k_free.at[keys_of(w).ring.slot(n)])
         refill(w, i, n, w.smem.k_free, keys_of(w))
 
 
@@ -198,14 +196,13 @@ def refill_free(w: Worker, i: Item, n):
 
 def pass_by(w: Worker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
-    s, smem = w.schedule, w.smem
 
     @pl.loop(low, high)
     def _(n):
-        keys_of(w).ring.wait(n)
+        slot = keys_of(w).ring.wait(n)
         values_of(w).ring.wait(n)
         release_k(w, i, n)
-        plgpu.barrier_arrive(smem.free.at[s.slot(n)])
+        plgpu.barrier_arrive(w.smem.free.at[slot])
         refill_free(w, i, n)
 
 
@@ -247,10 +244,10 @@ def rows_of(w: Worker, i: Item) -> Rows:
 
 def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
-    s = w.schedule
+    s, slot = w.schedule, keys_of(w).ring.slot(n)
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
-        ids = (rows.q_ids, mosaic.read(w.smem.ids.at[s.slot(n)], COL)) if s.segmented else None
+        ids = (rows.q_ids, mosaic.read(w.smem.ids.at[slot], COL)) if s.segmented else None
         x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
@@ -267,14 +264,14 @@ def waits_after_p(s: Schedule) -> bool:
 
 def wait_for_keys(w: Worker, i: Item, n):
     """Waits for the keys of step n, if it is one of this item."""
-    bar = w.smem.k_full.at[w.schedule.slot(n)]
+    bar = w.smem.k_full.at[keys_of(w).ring.slot(n)]
     pl.when(n < i.last)(lambda: plgpu.barrier_wait(bar))
 
 
 def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem, values = w.schedule, w.smem, values_of(w)
-    slot, slot_of_v, joint = s.slot(n), values.ring.slot(n), multiplies_delta(s)
+    slot, slot_of_v, joint = keys_of(w).ring.slot(n), values.ring.slot(n), multiplies_delta(s)
 
     def add_dq(acc, dp_acc: Any = None):
         # Issue S = Q K^T and dP = dO V^T - delta.
@@ -347,7 +344,7 @@ def differentiate(w: Worker, i: Item):
         # Compute, while others may see tiles before these and after them.
         pass_by(w, i, i.n0, i.first)
         pl.run_scoped(functools.partial(accumulate, w, i, rows), s.accumulators())
-        if s.visits.window is not None:
+        if s.masks_last:
             pass_by(w, i, i.last, i.end)
 
     if s.lead:

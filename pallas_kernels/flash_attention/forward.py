@@ -94,8 +94,7 @@ def weighs_early(s: Schedule) -> bool:
 def keys_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
-    ids = w.inputs.k_ids, smem.k_ids
-    return Operand(ring, w.inputs.k, s.k_first, w.tma.k, 0, 1, ids)
+    return Operand(ring, w.inputs.k, s.k_first, w.tma.k, 0, 1, (w.inputs.k_ids, smem.k_ids))
 
 
 def values_of(w: Worker) -> Operand:
@@ -303,7 +302,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     s = w.schedule
     p, m, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
-    crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.segmented
+    crosses = s.diagonal_crosses_tiles or s.masks_last
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
     slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
     # Issue both matmuls.
@@ -340,8 +339,6 @@ def accumulate(w: Worker, i: Item, carry, o_acc):
     schedule.over_rows(o_acc, p, tiles_at(w.smem.v, values_of(w).ring.wait(i.last - 1)))
     o = [acc[...] for acc in o_acc]
     values_of(w).ring.release(i.last - 1)
-    if w.schedule.visits.window is not None:
-        pass_by(w, i, i.last, i.end)
     return o, m, l
 
 
@@ -374,6 +371,8 @@ def attend(w: Worker, i: Item):
         # O begins here: if its zeros were there before, ptxas would also store those of S.
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), s.accumulators())
         steps.finish(w, i, lambda: store(w, i, o, m, l))
+        if s.masks_last:
+            pass_by(w, i, i.last, i.end)
 
     if s.lead:
 

@@ -104,9 +104,8 @@ class Block(NamedTuple):
 def block_of(w: Worker) -> Block:
     s = w.schedule
     row, (batch, head) = s.where(lax.axis_index("block"))
-    limits, same = s.limits(row, batch, w.inputs.spans)
-    low, high = s.visits.seen(row, row + s.block, *limits)
-    return Block(w, batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
+    (low, high), whole = s.ranges(row, batch, w.inputs.spans)
+    return Block(w, batch, head, row, low, high, whole)
 
 
 def load(b: Block, name: str, head, first, buffer: str | None = None):

@@ -107,35 +107,42 @@ def some_rows_see_nothing(window: int | None, segmented: bool, rows: int = ROWS)
     return segmented or (window is not None and window < rows)
 
 
-def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
-    """For each block of rows (first, end, whole_first, whole_end): (B, blocks, 4) int32.
+def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: int = 0):
+    """For each part of a block's rows (first, end, whole_first, whole_end, block's first, its end).
 
-    Tiles first ... end - 1 may hold columns of the rows' segments, by the ranges of ids: exact
-    where documents are packed one after the other, never too narrow, and one tile at least.  Tiles
-    whole_first ... whole_end - 1 hold only one segment, to which all of the rows belong.
+    (B, parts, 6) int32.  Tiles first ... end - 1 may hold columns that the part's rows see, by the
+    ranges of ids: exact where documents are packed one after the other, never too narrow, and one
+    tile at least.  Tiles whole_first ... whole_end - 1 hold only one segment, to which all of the
+    rows belong, and need no mask.  The block visits what one of its parts sees.
     rows, columns: ids, (B, n) int32.  lead: rows of the first block that do not exist.
     """
 
-    def ranges(ids, n, size):
-        ids = jnp.pad(ids[:, :n], ((0, 0), (0, -n % size)), "edge").reshape(len(ids), -1, size)
+    def ranges(ids, before, after, size):
+        ids = jnp.pad(ids, ((0, 0), (before, after)), "edge").reshape(len(ids), -1, size)
         return jnp.min(ids, axis=2)[:, :, None], jnp.max(ids, axis=2)[:, :, None]
 
     n, m = reversed(visits.lengths) if visits.by_keys else visits.lengths
-    rows = jnp.pad(rows[:, :n], ((0, 0), (lead, 0)), mode="edge")
-    low, high = ranges(rows, n + lead, block)
-    least, most = (x.mT for x in ranges(columns, m, visits.size))
+    low, high = ranges(rows[:, :n], lead, -(n + lead) % block, part)
+    least, most = (x.mT for x in ranges(columns[:, :m], 0, -m % visits.size, visits.size))
     meet = (low <= most) & (high >= least)
     same = (low == most) & (high == least) & (low == high)
     places = jnp.arange(1, visits.tiles + 1)
+    first = lambda x: jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2)
+    end = lambda x: jnp.max(jnp.where(x, places, 0), axis=2)
 
-    def span(x):
-        end = jnp.max(jnp.where(x, places, 0), axis=2)
-        return jnp.minimum(jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2), end), end
+    def of_block(choose, x):
+        groups = x.reshape(len(x), -1, block // part)
+        return jnp.repeat(choose(groups, axis=2), block // part, axis=1)
 
-    (start, stop), (first, end) = span(meet), span(same)
+    # A part that meets no tile takes one that another part sees.
+    start = jnp.minimum(first(meet), jnp.maximum(of_block(jnp.max, end(meet)) - 1, 0))
+    row = jnp.arange(low.shape[1]) * part - lead
+    own = visits.seen(row, row + part, start, jnp.maximum(end(meet), start + 1))
     # Where other segments lie between them, as unsorted ids may have it, none is whole.
-    whole = jnp.where(same.sum(2) == end - first, end, 0)
-    return jnp.stack([start, jnp.maximum(stop, start + 1), first, whole], 2).astype(jnp.int32)
+    one = jnp.where(same.sum(2) == end(same) - first(same), end(same), 0)
+    whole = visits.whole(row, row + part, first(same), one)
+    both = of_block(jnp.min, own[0]), of_block(jnp.max, own[1])
+    return jnp.stack([*own, *whole, *both], axis=2).astype(jnp.int32)
 
 
 def logits(s, scale, softcap):

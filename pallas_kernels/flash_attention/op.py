@@ -268,8 +268,7 @@ def _attention_forward(arrays, segments, call: Call, with_lse):
     """((O, lse), what the backward pass needs).  arrays: (q, k, v), or the one that holds all."""
     arrays = _padded(arrays, call)
     q, k, v = arrays if call.heads is None else arrays * 3
-    forward_of = general.forward if call.general else forward
-    results = forward_of(q, k, v, segments, call=call)
+    results = (general.forward if call.general else forward)(q, k, v, segments, call=call)
     # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
     out, lse = (checkpoint_name(x, "attention") for x in results)
     return (out, lse), (arrays, segments, out, lse)

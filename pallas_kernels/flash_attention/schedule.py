@@ -110,9 +110,19 @@ class Schedule(NamedTuple):
         return self.block // ROWS
 
     @property
+    def part(self) -> int:
+        """Rows of a warpgroup."""
+        return self.block // min(self.wgs, self.sets)
+
+    @property
     def masks_first(self) -> bool:
         """Whether a mask may hide something in a warpgroup's first step."""
         return self.visits.causal or self.visits.ragged or self.segmented
+
+    @property
+    def masks_last(self) -> bool:
+        """Whether a mask may hide something in its last steps, or its block's last ones from it."""
+        return self.visits.window is not None or self.segmented
 
     @property
     def persistent(self) -> bool:
@@ -134,21 +144,18 @@ class Schedule(NamedTuple):
         """Whether dK/dV's scores begin with -lse, so that P need not wait: slower at D = 64."""
         return self.softcap is None and self.width > 64
 
-    def slot(self, n):
-        """The slot of step n in a ring of `stages`."""
-        return lax.rem(n, jnp.int32(self.stages))
+    def ranges(self, row, batch, spans, of_block: bool = False):
+        """(tiles that a warpgroup's rows see, tiles that each row sees whole), each first and end.
 
-    def limits(self, row, batch, spans):
-        """Which tiles the segments leave to the block of rows that begins at `row`.
-
-        Returns (tiles to see, tiles that hold only the block's one segment), each first and end.
-        spans: a reference to `segment_spans`, or None.
+        row: the first one.  spans: a reference to `segment_spans`, or None.  of_block: row is the
+        block's first, and the tiles are those that any of its rows sees.
         """
-        if spans is None:
-            return (0, self.visits.tiles), (0, self.visits.tiles)
-        mine = lax.div(row + self.lead, jnp.int32(self.block))
-        low, high, first, end = (spans[batch, mine, n] for n in range(4))
-        return (low, high), (first, end)
+        if spans is not None:
+            mine = lax.div(row + self.lead, jnp.int32(self.part))
+            first, end, *whole = (spans[batch, mine, n] for n in ((4, 5) if of_block else range(4)))
+            return (first, end), tuple(whole)
+        all_tiles = row, row + (self.block if of_block else self.part), 0, self.visits.tiles
+        return self.visits.seen(*all_tiles), self.visits.whole(*all_tiles)
 
     def numbers(self) -> dict:
         """Shared memory for the numbers of a block's items (`steps.finish`)."""
@@ -207,8 +214,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     while pairs % sections:
         sections += 1
     section = pairs // sections
-    differ = call.causal and call.window is None and not call.segmented
-    short = levels // 3 if differ else 0
+    short = levels // 3 if call.causal and call.window is None and not call.segmented else 0
 
     # Longest first, so that short ones fill the gaps at the end; but one section of the pairs after
     # the other, so that what the running blocks stream stays in the L2 cache (50 MB).  As a block
@@ -273,7 +279,7 @@ def launch(
     inputs = inputs | dict(q_ids=q_ids, k_ids=k_ids, spans=None)
     if segments is not None:
         rows, columns = (k_ids, q_ids) if by_keys else (q_ids, k_ids)
-        inputs["spans"] = segment_spans(rows, columns, s.visits, s.block, s.lead)
+        inputs["spans"] = segment_spans(rows, columns, s.visits, s.block, s.part, s.lead)
 
     memory = scratch(s) | s.numbers()
 

@@ -73,24 +73,21 @@ def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
     """The Stream of an item; n0: the first step of a block of queries."""
     s = w.schedule
     row, (batch, head) = s.where(item)
-    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.spans)[0])
+    (low, high), _ = s.ranges(row, batch, w.inputs.spans, of_block=True)
     if not s.visits.by_keys:
         return Stream(batch, head // s.group, n0 + high, n0 + high - low, following)
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
-    base = low + lax.rem(w.wg, jnp.int32(1))
-    return Stream(batch, head * s.group, base, high - low, following)
+    return Stream(batch, head * s.group, low + lax.rem(w.wg, jnp.int32(1)), high - low, following)
 
 
 def item_of(w: Worker, item, following, count, n0) -> Item:
     s, visits = w.schedule, w.schedule.visits
     side = lax.rem(count, jnp.int32(2)) if s.persistent else 0
     at = side * s.sets + set_of(w)
-    block_row, (batch, head) = s.where(item)
-    row = block_row + set_of(w) * ROWS
-    limits, same = s.limits(block_row, batch, w.inputs.spans)
+    row, (batch, head) = s.where(item)
+    row += set_of(w) * ROWS
+    own, whole = s.ranges(row, batch, w.inputs.spans)
     stream = stream_of(w, item, n0, following)
-    own = visits.seen(row, row + ROWS, *limits)
-    whole = visits.whole(row, row + ROWS, *same)
     if visits.by_keys:
         step = lambda tile: tile - stream.base
     else:
@@ -98,7 +95,7 @@ def item_of(w: Worker, item, following, count, n0) -> Item:
     first, last = map(step, own)
     unmasked = jnp.clip(step(whole[0]), first + 1, last) if s.masks_first else first + 1
     edge = last
-    if visits.window is not None or s.segmented:
+    if s.masks_last:
         edge = jnp.clip(step(whole[1]), unmasked, last)
     return Item(item, batch, head, row, at, n0, stream, first, unmasked, edge, last, count, side)
 
@@ -245,5 +242,5 @@ def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
         steps(start, i.unmasked, True)
         start = i.unmasked
     steps(start, i.edge, False)
-    if s.visits.window is not None or s.segmented:
+    if s.masks_last:
         steps(i.edge, i.last, True)

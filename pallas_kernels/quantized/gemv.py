@@ -259,8 +259,7 @@ def _bring(p: RowPlan, refs, wg):
             store = functools.partial(mosaic.store, refs.x_smem.at[rows], y)
             store() if p.even else pl.when(turn < p.turns)(store)
     if squares:
-        total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
-        mosaic.store(refs.norm_smem.at[wg], total)
+        mosaic.store(refs.norm_smem.at[wg], jnp.sum(functools.reduce(jnp.add, squares), axis=1))
     plgpu.barrier_arrive(refs.x_bar)
 
 

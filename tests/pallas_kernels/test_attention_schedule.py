@@ -54,20 +54,53 @@ def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, wind
 def test_tiles_of_other_segments_are_left_out():
     rows, columns = packed([128, 256], length=300), packed([128, 256], length=384)
     visits = Visits((300, 384), False, None, 128)
-    segment_spans = jax.jit(masks.segment_spans, static_argnums=(2, 3))
-    spans = segment_spans(rows, columns, visits, 64)
-    np.testing.assert_array_equal(
-        spans, [[[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]]
-    )
-    spans = segment_spans(rows, packed([120, 290], length=384), visits, 64)  # edges inside tiles
+    segment_spans = jax.jit(masks.segment_spans, static_argnums=(2, 3, 4))
+    spans = segment_spans(rows, columns, visits, 64, 64)
+    own = [[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]
+    np.testing.assert_array_equal(spans, [[[*x, *x[:2]] for x in own]])
+    spans = segment_spans(rows, packed([120, 290], length=384), visits, 64, 64)  # edges in tiles
     np.testing.assert_array_equal(spans[0, :, :2], [[0, 1], [0, 1], [0, 3], [0, 3], [2, 3]])
     np.testing.assert_array_equal(spans[0, :, 2] < spans[0, :, 3], [0, 0, 1, 1, 0])
-    spans = segment_spans(rows + 5, columns, visits, 64)  # without a common id: one tile
+    spans = segment_spans(rows + 5, columns, visits, 64, 64)  # without a common id: one tile
     np.testing.assert_array_equal(spans[0, :, 1] - spans[0, :, 0], 1)
     shuffled = jnp.asarray([[0] * 128 + [1] * 128 + [0] * 128])  # another segment in between
-    spans = segment_spans(rows[:, :64], shuffled, Visits((64, 384), False, None, 128), 64)
+    spans = segment_spans(rows[:, :64], shuffled, Visits((64, 384), False, None, 128), 64, 64)
     np.testing.assert_array_equal(spans[0, 0, :2], [0, 3])
     assert spans[0, 0, 2] >= spans[0, 0, 3]
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+def test_each_part_of_a_block_sees_its_own_tiles(window, by_keys):
+    """Parts with another document than the rest of their block computed all of its tiles."""
+    visits = Visits((500, 500), True, window, 128, by_keys)
+    ids, lead = packed([130, 200, 420], length=500), 0 if by_keys else 64
+    spans = np.asarray(masks.segment_spans(ids, ids, visits, 192, 64, lead)[0])
+    assert len(spans) == 9
+    q, k = np.arange(500)[:, None], np.arange(500)
+    seen = (q >= k) & (window is None or q - k < window) & (ids[0][:, None] == ids[0])
+    for i, (first, end, low, high, *block) in enumerate(spans):
+        rows = slice(max(i * 64 - lead, 0), max(i * 64 - lead + 64, 0))
+        visible = (seen.T if by_keys else seen)[rows]
+        if not visible.any():  # no such rows: one tile
+            assert end == first + 1
+            continue
+        tiles = np.nonzero(visible.any(0))[0] // 128
+        assert (first, end) == (tiles[0], tiles[-1] + 1)
+        assert visible[:, low * 128 : high * 128].all() or low >= high
+        around = spans[i // 3 * 3 : i // 3 * 3 + 3]
+        assert block == [around[:, 0].min(), around[:, 1].max()]
+
+
+@pytest.mark.parametrize("nowhere", [0, 1, 2])
+def test_rows_that_see_nothing_make_a_block_no_longer(nowhere):
+    ids = np.repeat([3, 4, 5], 64)
+    ids[nowhere * 64 : nowhere * 64 + 64] = 9
+    keys = np.repeat([0, 3, 4, 5, 1], [640, 64, 64, 64, 192])
+    visits = Visits((192, 1024), False, None, 64)
+    spans = masks.segment_spans(ids[None], keys[None], visits, 192, 64)
+    others = {0: [11, 13], 1: [10, 13], 2: [10, 12]}
+    np.testing.assert_array_equal(spans[0, :, 4:], [others[nowhere]] * 3)
 
 
 # ---- schedule --------------------------------------------------------------------------------
