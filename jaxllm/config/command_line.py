@@ -297,8 +297,7 @@ def check_writable(folder: Path, name: str = "", *, checkpoints: bool = False) -
             link = f"it is a symbolic link to {os.readlink(folder)}, which does not exist"
             raise InputError(f"{refuse}: {link}; name another") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
-        raise InputError(f"{refuse}: {reason}; name another") from error
+        raise InputError(f"{refuse}: {getattr(error, 'strerror', error)}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "is not writable" if existing.is_dir() else "is a file"

@@ -133,8 +133,7 @@ class Dataset:
         order = [i * max(len(windows), count) // count for i in range(count)]
         empty = windows[0] | {"labels": np.full_like(windows[0]["labels"], IGNORE)}
         sample = lambda i: windows[i] if i < len(windows) else empty
-        samples = grain.MapDataset.source(order).map(sample)
-        return self._batches(samples, batch_size, 0, rank, world)
+        return self._batches(grain.MapDataset.source(order).map(sample), batch_size, 0, rank, world)
 
     def _batches(
         self, samples, batch_size: int, start: int, rank: int, world: int

@@ -117,8 +117,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, vocab_size: int, *, keep: int = 0):
-        self.path, self.count = path, keep
-        self.sha256 = hashlib.sha256()
+        self.path, self.count, self.sha256 = path, keep, hashlib.sha256()
         self._magic = 20240520 if vocab_size <= 1 << 16 else 20240801  # the narrower, if it fits
         self._version, self._dtype = FORMATS[self._magic]
         end = HEADER_BYTES + keep * self._dtype.itemsize

@@ -190,9 +190,8 @@ def _lines(name: str, path: Path) -> Iterator[Record]:
 
 def _object(line: bytes, where: str) -> dict:
     try:
-        content = line.decode("utf-8-sig")
         # The parser alone takes the last of two values under one name, without a word.
-        value = json.loads(content, object_pairs_hook=_unique)
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"

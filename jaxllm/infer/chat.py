@@ -56,8 +56,7 @@ class Chat:
     """A conversation."""
 
     def __init__(self, args: argparse.Namespace, writer):
-        self._args, self._writer = args, writer
-        self._answers = 0
+        self._args, self._writer, self._answers = args, writer, 0
         self.reset(args.system)
 
     def reset(self, system: str | None) -> None:

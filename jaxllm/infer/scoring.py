@@ -21,8 +21,7 @@ class Scorer:
     """
 
     def __init__(self, weights: Weights, batch_size: int):
-        self.most = most_tokens(weights.config)
-        self.mesh = make_mesh(MeshConfig())
+        self.most, self.mesh = most_tokens(weights.config), make_mesh(MeshConfig())
         self.size = round_up(batch_size, self.mesh.size)
         with jax.set_mesh(self.mesh):
             self.graph, self.params = load_model(weights, self.mesh)

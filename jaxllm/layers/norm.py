@@ -111,8 +111,7 @@ class HeadLayerNorm(Layer):
     ):
         # Stored flat, because weight decay applies to every parameter with two axes.
         self.weight = nnx.Param(jnp.ones(heads * head_dim, jnp.float32), axes=("tensor",))
-        self.shape = heads, head_dim
-        self.eps, self.implementation = eps, implementation
+        self.shape, self.eps, self.implementation = (heads, head_dim), eps, implementation
 
     def __call__(
         self, x: Float[Array, "B T H D"], gate: Float[Array, "B T H D"]

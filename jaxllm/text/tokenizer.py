@@ -71,8 +71,7 @@ class Tokenizer:
             )
         unknown = getattr(library.model, "unk_token", pages.names().get("unk_token"))
         only = [*self.special.values()] * (len(self.special) == 1 and unknown not in self.special)
-        self.bos = self._named("bos", before or only)
-        self.eos = self._named("eos", after or only)
+        self.bos, self.eos = self._named("bos", before or only), self._named("eos", after or only)
         end = None if end_token is None else vocabulary.get(end_token)
         if end_token is not None and end is None:
             raise InputError(f"data.end_token={end_token} is not a token of {self.path}")

@@ -28,8 +28,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int):
         quiet_orbax()
-        self.directory = directory.resolve()
-        self._keep = keep
+        self.directory, self._keep = directory.resolve(), keep
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # step of the latest save, complete or not
 

@@ -48,8 +48,7 @@ def check_kernels(config: Config) -> None:
         if lack := dispatch.device_lacks("sm_89"):
             raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
     if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
-        general = not dispatch.device_lacks("sm_80")
-        other = ", or auto with JAXLLM_KERNELS=general set" * general
+        other = ", or auto with JAXLLM_KERNELS=general set" * (not dispatch.device_lacks("sm_80"))
         raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")
 
 
@@ -97,8 +96,7 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
         return data
     own = folder / "tokenizer.json"
     if data.tokenizer is not None:
-        chats = data.source == "chat"
-        Tokenizer(own).check_same(Tokenizer(data.tokenizer), chats=chats)
+        Tokenizer(own).check_same(Tokenizer(data.tokenizer), chats=data.source == "chat")
     return data.model_copy(update={"tokenizer": str(own)})
 
 

@@ -67,8 +67,7 @@ class RunLog:
         tracker: "Wandb | None" = None,
         saved: dict | None = None,
     ):
-        self.path = out_dir / "metrics.jsonl"
-        self.picture = out_dir / "loss.png"
+        self.path, self.picture = out_dir / "metrics.jsonl", out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         # A resumed run repeats the steps after `start`; one that begins again, also step 0.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
@@ -215,8 +214,7 @@ class Board:
         if hidden:
             del modules["torch"]
         folder.mkdir(exist_ok=True)
-        self.event = Event
-        self.writer = EventsWriter(str(folder / "events"))
+        self.event, self.writer = Event, EventsWriter(str(folder / "events"))
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, row: dict) -> None:

@@ -103,8 +103,7 @@ class Trainer:
         shared = len(jax.tree.leaves(model)) - len(jax.tree.leaves(self.abstract_params))
         self.sums_in_place = mesh.size == 1 and once and not shared
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params)) - pads
-        self.lora, self.packing = config.model.adapters, packing
-        self.abstract_base = NONE
+        self.lora, self.packing, self.abstract_base = config.model.adapters, packing, NONE
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
             self.abstract_params, base = nnx.split_state(self.abstract_params, nnx.LoRAParam, ...)

@@ -29,8 +29,7 @@ class Canary:
 
     def __init__(self, trainer: Trainer, program: Callable):
         """program: compiled from `trainer.trace_verified_step()`."""
-        self.program = program
-        self.devices = list(trainer.mesh.devices.flat)
+        self.program, self.devices = program, list(trainer.mesh.devices.flat)
         leaves = jax.tree.leaves_with_path(trainer.checked())
         keys = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
         parts = (key.partition(".") for key in keys)
