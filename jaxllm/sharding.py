@@ -24,6 +24,7 @@ from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config, MeshConfig
+from jaxllm.config.model import divides
 from jaxllm.errors import InputError
 from pallas_kernels.options import with_gradient
 
@@ -38,8 +39,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh of the configured axes over all devices; raises InputError if its size differs."""
     devices = jax.devices() if devices is None else devices
     mesh = abstract_mesh(config, len(devices))
-    grid = np.array(devices).reshape(mesh.axis_sizes)
-    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(np.reshape(devices, mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
@@ -142,9 +142,22 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     # check_vma=False: the backward passes of the kernels carry no types of varying axes.
     wrap = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    if mesh.shape["tensor"] > 1 and "tensor" not in _axes((in_specs, out_specs)):
-        return _alike_on_tensor(op, wrap, in_specs, out_specs)
-    return wrap(op, in_specs=in_specs, out_specs=out_specs)
+
+    def run(*inputs):
+        jax.tree.map(_check_divided, in_specs, inputs)
+        if mesh.shape["tensor"] > 1 and "tensor" not in _axes((in_specs, out_specs)):
+            return _alike_on_tensor(op, wrap, in_specs, out_specs)(*inputs)
+        return wrap(op, in_specs=in_specs, out_specs=out_specs)(*inputs)
+
+    return run
+
+
+def _check_divided(spec: PartitionSpec, arrays) -> None:
+    """Raises ValueError unless the mesh divides the arrays; shard_map's own has many lines."""
+    for shape in map(np.shape, jax.tree.leaves(arrays)):
+        for i, (size, axes) in enumerate(zip(shape, spec, strict=False)):
+            axes = jax.tree.leaves(axes)
+            divides(axis_size(*axes), size, " x ".join(axes), f"shape {shape} on a mesh: axis {i}")
 
 
 def _alike_on_tensor(op: Callable, wrap: Callable, in_specs: tuple, out_specs) -> Callable:

@@ -14,7 +14,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, Norm, RMSNorm, plain
-from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, axis_size, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, ids, rms_norm, rope
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
@@ -92,6 +92,7 @@ class Attention(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         self.q.check(x, "B T C")
+        divides(axis_size("tensor", "context"), self.n_kv_heads, "tensor x context", "n_kv_heads")
         B, T, _ = x.shape
         positions = jnp.arange(T) if positions is None else ids.saturated("positions", positions)
         qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)

@@ -78,6 +78,7 @@ class VLSTMLayer(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         self.q.check(x, "B T C")
+        divides(axis_size("tensor", "context"), self.n_heads, "tensor x context", "n_heads")
         # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
         joins = axis_size("context") == 1 and plain(self.norm, HeadLayerNorm)
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.

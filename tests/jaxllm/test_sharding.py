@@ -1,5 +1,6 @@
 """Losses and gradients on every mesh equal those of one device, and no activation is gathered."""
 
+import re
 from math import prod
 
 import jax
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 from eight_devices import BATCH, MESHES, SEQ, SHAPE, STEP_ROWS, WANTED, WIDTH
 from jax.sharding import AbstractMesh, AxisType
+from tiny_models import tiny
 from training_runs import devices_run
 
 from jaxllm.config import Config, InputError, MeshConfig
+from jaxllm.models import create
 from jaxllm.sharding import AXES, check, make_mesh, per_device
 
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
@@ -245,6 +248,29 @@ def test_a_mesh_that_jax_makes_is_refused_with_the_fix(axes, kind):
     line = rf"^the mesh has the axes {', '.join(axes)} \({kind}\), .* jaxllm.sharding.make_mesh$"
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=line):
         per_device(lambda x: x, (), ())
+
+
+TWO = lambda axis: AbstractMesh(
+    tuple(2 if x == axis else 1 for x in AXES), AXES, axis_types=(AxisType.Auto,) * 4
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "shape", "line"),
+    [
+        ("gpt2", "data", (3, 8), "shape (3, 8) on a mesh: axis 0=3 is not a multiple of data x"),
+        ("gpt2", "context", (2, 7), "shape (2, 7) on a mesh: axis 1=7 is not a multiple of cont"),
+        ("llama3", "tensor", (2, 8), "n_kv_heads=1 is not a multiple of tensor x context=2"),
+        ("llama3", "context", (2, 8), "n_kv_heads=1 is not a multiple of tensor x context=2"),
+        ("vlstm", "tensor", (2, 8), "n_heads=1 is not a multiple of tensor x context=2"),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_one_line(kind, axis, shape, line):
+    """JAX's own had seven lines, or spoke of a reshape or of no heads."""
+    model = create(tiny(kind, **{"vlstm": dict(n_heads=1)}.get(kind, {})))
+    line = f"^{re.escape(line)}"
+    with jax.sharding.use_abstract_mesh(TWO(axis)), pytest.raises(ValueError, match=line):
+        jax.eval_shape(model, jax.ShapeDtypeStruct(shape, "int32"))
 
 
 def test_without_a_mesh_an_op_is_not_wrapped():
