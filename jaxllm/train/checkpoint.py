@@ -44,7 +44,7 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=AnyPreservationPolicy([LatestN(self._keep), best]),
                 # Orbax writes the metrics only with best_fn.  Without them a resumed run would not
-                # know the best checkpoint, and delete it.
+                # know the best checkpoint, and would delete it.
                 best_fn=loss,
                 best_mode="min",
             )
@@ -104,8 +104,8 @@ class Checkpoints:
             raise self._damaged(step, ValueError("its checksum differs"), [name])
         if (inside := int(flat.get("step", step))) != step:
             raise self._damaged(step, ValueError(f"it is of step {inside}"))
-        # A step cannot take over the memory of all of these arrays: on a CPU some are views of what
-        # Orbax read.  Each is copied, and freed before the next one.
+        # These arrays cannot all be donated to a step: on a CPU some are views of Orbax's buffers.
+        # Each is copied, then freed before the next one is copied.
         for name in wanted:
             flat[name] = jax.device_put(flat[name], flat[name].sharding, may_alias=False)
         structure = jax.tree.structure(abstract_state)
@@ -153,7 +153,7 @@ class Checkpoints:
     def _delete_incomplete(self) -> None:
         """Deletes the remains of killed or failed saves.
 
-        Orbax would do it in a thread.  The threads of a failed save may still delete the same
+        Orbax would delete them in a thread.  The threads of a failed save may still delete the same
         files, and the missing files would then make the next save fail.
         """
         if jax.process_index() == 0:
@@ -186,7 +186,7 @@ class Checkpoints:
     def on_disk(self, before: int | None = None) -> int | None:
         """Step of the newest complete checkpoint, or of the newest before a step.
 
-        It goes by the names of the folders: a manager might fail on files that the threads of a
+        Reads only the names of the folders: a manager might fail on files that the threads of a
         failed save are still deleting.
         """
         steps = [int(p.name) for p in self.directory.glob("*/") if p.name.isdecimal()]

@@ -66,11 +66,11 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes of parameters, moments, gradients and copies for the forward pass on one device."""
     state, gathered = trainer.abstract_state(), 0
     parameters, copies = _bytes_of_one_device(state.params), _bytes_of_one_device(state.copies)
-    # The gradients lie as the parameters do.
+    # Gradients are sharded like the state's parameters.
     gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
     if trainer.config.train.grad_accum > 1:  # the float32 sum over the parts of the batch
         gradients = parameters + gradients * (not trainer.sums_in_place)
-    if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # without a copy
+    if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # what has no copy
         gathered = working_memory(trainer) - copies
     return {
         "frozen": _bytes_of_one_device(state.base),
@@ -89,7 +89,7 @@ def working_memory(trainer: Trainer) -> int:
 
 
 def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
-    """The bytes of one device's parts of arrays, sharded as they say or as `shardings` says."""
+    """Bytes of one device's parts of the arrays, sharded by `shardings`, or as they are."""
     leaves = jax.tree.leaves(tree)
     held = jax.tree.leaves(shardings) or [leaf.sharding for leaf in leaves]
     parts = zip(leaves, held, strict=True)
@@ -99,7 +99,7 @@ def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
 def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> None:
     """Raises InputError if parameters, moments and gradients alone exceed the memory.
 
-    packing: of the frozen weights, if they are packed already.
+    packing: how the frozen weights are packed, if they already are.
 
     Extrapolates from models of one and of two layers: thousands would take minutes to trace.
     """
@@ -126,7 +126,7 @@ def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> No
 def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[str, int]:
     """Bytes on one device of logits and of the activations that the backward pass needs.
 
-    This is too much on a mesh with a tensor axis, which divides some of them.
+    Overestimates on a mesh with a tensor axis, which divides some activations.
     config: may have other values of model.remat and kernels than the trainer.
     """
     config = config or trainer.config
@@ -134,7 +134,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
     working, frozen = trainer.working(state), nnx.merge_state(state.base, trainer.abstract_keys)
     model, train, shape = config.model, config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
-    # A device has all heads of its part of a sequence, or its part of the heads of all of it.
+    # A device has all heads of a part of a sequence, or some heads of the whole sequence.
     rows, length = train.batch_size // parts, train.seq_len // shape["context"]
     batch = dict.fromkeys(trainer.abstract_batch(), jax.ShapeDtypeStruct((rows, length), jnp.int32))
     kept, logits = _kept_by_forward(config, working, frozen, batch)
@@ -143,7 +143,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
         late = trainer.mesh.size > 1 and shape["context"] == 1  # a block's gradients: `walk`
         kept += min(1 + late, model.n_layers) * max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
-        logits *= 2  # their gradient has a byte in each order, and does not overwrite them
+        logits *= 2  # their gradient has a byte in each of two layouts, and does not overwrite them
     return {"activations": kept, "logits": logits}
 
 

@@ -55,8 +55,8 @@ def check_kernels(config: Config) -> None:
 def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest: int | None):
     """Opens the weights of model.init_from, or returns None.
 
-    newest: the step to resume from; then only adapters need weights, their base, which the
-    checkpoint names, or model.init_from if the base has moved or is named anew.
+    newest: the step to resume from; then only adapters need weights: the base that the checkpoint
+    names, or model.init_from if the base has moved or model.init_from has changed.
     Raises InputError if the weights belong to another model.
     """
     if not config.model.init_from:
@@ -165,7 +165,7 @@ def initial_state(
 
     The state comes from the checkpoint of step `restored`, or is new.
     weights: the result of `open_initial_weights`.
-    Raises InputError if the base is another one than before.
+    Raises InputError if the base has changed.
     """
     base, identity = NONE, None
     if trainer.lora is not None:
@@ -192,7 +192,7 @@ def initial_state(
 def compile_step(
     trainer: Trainer, out_dir: Path, fresh: bool, lowered: Callable[[], None]
 ) -> tuple[Callable, Canary | None]:
-    """Compiles the train step and, if steps are verified, that step; prints how the ops run.
+    """Compiles the train step and, if asked for, the verified step; prints how the ops run.
 
     fresh: the run starts at step 0, so the times of matmuls in `out_dir` are a killed process's.
     lowered: called once Python's part is done.

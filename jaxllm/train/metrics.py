@@ -24,10 +24,10 @@ from jaxllm.files import write_whole
 from jaxllm.terminal import PAUSE, is_interactive
 
 # {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # they stand first
+PEAK_FLOPS = {"H100PCIe": 756e12, "H100NVL": 835e12, "H200NVL": 835e12}  # matched first
 PEAK_FLOPS |= {"H100": 989e12, "H200": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12}
 PEAK_FLOPS |= {"L40S": 362e12, "RTX4090": 165e12}  # the last one with sums in float32
-SLOWER = re.compile(r"MIG|Laptop|4090 ?D|A100\d")  # parts of such a GPU, and others like A1000
+SLOWER = re.compile(r"MIG|Laptop|4090 ?D|A100\d")  # slices, slower variants, others like A1000
 WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
 
@@ -51,7 +51,7 @@ class RunLog:
     A full disk is reported but does not stop the run.
 
     start: the step to resume from; later rows are dropped.
-    saved: the page of its checkpoint, with what `state` said then.
+    saved: the checkpoint's JSON page, which includes the result of `state`.
     tokens, flops: per step over all devices.
     peak: FLOP/s of all devices together, or None.
     """
@@ -80,8 +80,8 @@ class RunLog:
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
         self.seconds = deque[float]()  # duration of the last steps
-        self.printed = -PAUSE  # when the last line was
-        self.draws_from = 0.0  # evaluations draw the losses from then on
+        self.printed = -PAUSE  # time of the last line
+        self.draws_from = 0.0  # earliest time at which an evaluation draws the losses
         self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards = [Board(out_dir / "tensorboard", start), *filter(None, [tracker])]
         self.console = Console()
@@ -94,13 +94,13 @@ class RunLog:
         self.bar.start()
 
     def state(self) -> dict:
-        """What a checkpoint says about the rows so far."""
+        """What a checkpoint stores about the rows so far."""
         return {"rows": self.rows, "metrics": self.digest.hexdigest()}
 
     def train(
         self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, skips: int = 0
     ) -> None:
-        """Logs a step; seconds: of one, as the mean since the last row; skips: skipped in a row."""
+        """Logs a step; seconds: mean per step since the last row; skips: skipped in a row."""
         self.seconds.append(seconds)
         while len(self.seconds) > 1 and sum(self.seconds) - self.seconds[0] >= WINDOW:
             self.seconds.popleft()
@@ -141,7 +141,7 @@ class RunLog:
     def message(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
         if not self.bar.disable:
-            # Soft, so that a command can be copied: rich would break its line with a newline.
+            # Soft wrap, so that a command can be copied: rich would insert newlines into it.
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text)
@@ -156,7 +156,7 @@ class RunLog:
         self.draws_from = ended + 20 * (ended - began)  # it reads all rows: 9 s after 10^6 steps
 
     def close(self) -> None:
-        if not self.bar.disable:  # rich 13 ends with an empty line even then
+        if not self.bar.disable:  # rich 13 prints an empty line even if disabled
             self.bar.stop()
         if problem := self._flush():
             self.message(f"{self.path} lacks its last rows: {problem}")
@@ -259,7 +259,7 @@ class Wandb:
         name, project = out_dir.name, os.environ.get("WANDB_PROJECT", "jaxllm")
         about = dict(project=project, name=name, group=name, config=config)
         try:
-            # Otherwise it would capture and write to standard output.
+            # Otherwise wandb would capture and write to standard output.
             settings = wandb.Settings(console="off", silent=True)
             self.run = wandb.init(**about, dir=out_dir, settings=settings)
         except Exception as e:  # such as: no key, no network, a full disk
@@ -309,7 +309,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def _damage(lines: list[bytes], saved: dict) -> str | None:
-    """How the rows differ from those that a checkpoint knows; earlier versions kept no digest."""
+    """How the rows differ from the checkpoint's record; earlier versions stored no digest."""
     rows, digest = saved.get("rows", 0), saved.get("metrics")
     if len(lines) < rows:
         return f"it lacks {rows - len(lines)} rows of this run"
@@ -318,7 +318,7 @@ def _damage(lines: list[bytes], saved: dict) -> str | None:
 
 
 def keys_at(step: int, rows: list[dict]) -> set[str]:
-    """What the rows of a step hold: a signal or a kill may have come before the rest of it."""
+    """The keys logged for a step; a signal or a kill may have prevented the others."""
     return {key for row in rows if row["step"] == step for key in row}
 
 

@@ -96,7 +96,7 @@ def muon(config: OptimizerConfig, steps: int, dtype=jnp.bfloat16) -> optax.Gradi
     each = lambda tree: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), tree)
     rate = config.model_copy(update={"learning_rate": config.muon_learning_rate})
     return optax.chain(
-        # Without steps: the momentum (Nesterov's), divided by its norm.
+        # With ns_steps=0: Nesterov momentum, divided by its norm.
         optax.contrib.scale_by_muon(ns_steps=0, weight_dimension_numbers=each),
         optax.stateless(lambda updates, _: orthogonal(updates, dtype)),
         optax.add_decayed_weights(config.weight_decay),

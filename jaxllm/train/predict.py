@@ -25,14 +25,14 @@ from jaxllm.train.step import Trainer
 
 HOST = 8  # GPUs
 REACHED = 0.8  # part of the links' bandwidth that collectives reach
-LAUNCH, KERNELS = 4e-6, 40  # s that the shortest kernel takes, and how many a block has in a step
+LAUNCH, KERNELS = 4e-6, 40  # seconds of the shortest kernel; kernels per block and step
 UTILIZATION = 0.54  # of the peak, recomputation included: llama3_1b on one H100, docs/benchmarks.md
 
 
 class Gpu(NamedTuple):
     """The figures of a GPU's data sheet."""
 
-    capability: float  # of CUDA
+    capability: float  # CUDA compute capability
     memory: float  # bytes
     link: float  # bytes/s in each direction to the GPUs of the same host
     network: float  # bytes/s in each direction to other hosts, through an adapter for each GPU
@@ -69,7 +69,7 @@ class Traffic(NamedTuple):
 
 
 def predict(config: Config, text: str) -> str:
-    """Lines of text on a step of `config` on GPUs like 64xH200; raises InputError."""
+    """A text that predicts a step of `config` on GPUs like 64xH200; raises InputError."""
     found = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", text, re.ASCII)
     if found is None or found[2] not in GPUS:
         kinds = ", ".join(GPUS)
@@ -78,7 +78,7 @@ def predict(config: Config, text: str) -> str:
     if config.model.adapters is not None:
         raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")
     sm, fp8, kernels = GPUS[kind].capability, config.train.fp8, config.model.kernels
-    if fp8 != "none" and sm < 8.9:  # as launch.check_kernels refuses it, for the GPUs that are here
+    if fp8 != "none" and sm < 8.9:  # launch.check_kernels checks the same for local GPUs
         raise InputError(f"train.fp8={fp8} cannot run on {kind}: it needs sm_89; use none")
     if kernels == "xla" or (kernels == "mosaic" and sm != 9.0):
         raise InputError(f"model.kernels={kernels} cannot be predicted for {kind}; use auto")
@@ -96,7 +96,7 @@ def predict(config: Config, text: str) -> str:
         rows = [head, *(_row(trainer, remat, kind, held) for remat in choices)]
     except NotImplementedError as e:
         raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
-    # A table whose columns never touch: the first and the fourth to the left.
+    # Columns have two spaces between them; the first and the fourth are left-aligned.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     put = lambda i, text: text.ljust(widths[i]) if i in (0, 3) else text.rjust(widths[i])
     table = [" " * 9 + "  ".join(put(i, x) for i, x in enumerate(row)).rstrip() for row in rows]
@@ -113,7 +113,7 @@ def predict(config: Config, text: str) -> str:
 
 
 def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]:
-    """The cells of memory and time with one choice of model.remat, on the kernels."""
+    """The table's row for one choice of model.remat: memory and time, with our kernels."""
     config = trainer.config.with_model(kernels="mosaic", remat=remat)
     model, train = config.model, config.train
     activations = sum(estimate.activation_memory(trainer, config).values())
@@ -134,8 +134,8 @@ def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]
 def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     """What each axis of the mesh sends in a step.
 
-    All-gather and reduce-scatter of n bytes over k devices make each send n (k - 1) / k bytes, an
-    all-reduce twice as many.
+    In an all-gather or reduce-scatter of n bytes over k devices each device sends n (k - 1) / k
+    bytes; in an all-reduce, twice as many.
     """
     config, shape = trainer.config, trainer.mesh.shape
     data, context, tensor = shape["data"], shape["context"], shape["tensor"]
@@ -183,7 +183,7 @@ def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:
 
 
 def recomputed(model: ModelConfig, seq_len: int) -> float:
-    """The FLOPs that the backward pass computes again, as a part of the FLOPs of a step.
+    """The FLOPs that the backward pass recomputes, as a fraction of a step's FLOPs.
 
     Counts the matmuls with weights in the traced gradient, and for remat=block the mixing.
     """

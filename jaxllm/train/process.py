@@ -30,7 +30,7 @@ def set_xla_flags(deterministic: bool) -> None:
 
     Flags that the user has set come last, so they win.
     """
-    import jax  # here, since a bad path is refused before this import, which takes seconds
+    import jax  # imported late: it takes seconds, and a bad path should fail before it
 
     flags = [
         # Without Triton matmuls, cuBLASLt fuses the biases into them: GPT-2 124M on an H100 goes
@@ -40,7 +40,7 @@ def set_xla_flags(deterministic: bool) -> None:
         "--xla_gpu_dot_merger_threshold_mb=0",
         # On a CPU, bf16 fusions of YNNPACK take most of a step: llama3_small needs 11.4 s of one
         # core with them, 1.35 s without (JAX 0.11.2; 3.5 s and 1.2 s with 0.12.0.1).  With them the
-        # gradient of a vLSTM's v that a vmap shares is random.  xla_cpu_experimental_onednn_
+        # gradient of a vLSTM's v shared across a vmap is random.  xla_cpu_experimental_onednn_
         # custom_call would halve the time, but gradients through SiLU become wrong, too.
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
@@ -56,7 +56,7 @@ def set_xla_flags(deterministic: bool) -> None:
 class StopSignals(contextlib.ExitStack):
     """The signals of STOPPING request a stop after the current step; a second stops at once.
 
-    A second signal within a second is the first one again: `timeout` sends its signal to uv and to
+    A second signal within one second counts as the first: `timeout` sends its signal to uv and to
     us, and uv passes the signal on.
     """
 
@@ -75,7 +75,7 @@ class StopSignals(contextlib.ExitStack):
             self.received, self.at = number, time.monotonic()
         elif time.monotonic() - self.at > _SAME:
             name = signal.Signals(number).name
-            # print() may be what the signal interrupts.
+            # Not print(), which the signal may have interrupted.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
             self.close()

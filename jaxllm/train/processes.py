@@ -67,7 +67,7 @@ class _Child:
 
     process: multiprocessing.process.BaseProcess
     errors: int  # the reading end of its standard error
-    held: bytes = b""  # what it wrote there and nobody has seen yet
+    held: bytes = b""  # what it wrote there and we have not yet passed on
     status: int | None = None  # exit status, or minus the signal that killed it; None: it runs
     ended: bool = False  # the watching process killed it
 
@@ -89,7 +89,7 @@ def watch(where: list[dict], train: Callable[[], int]) -> int:
 
         with handle_signals(stop):
             _wait(children)
-            for child in children:  # before it joined its peers, our own signal killed it
+            for child in children:  # our own signal kills a process that has not joined its peers
                 child.ended |= bool(received) and child.status == -signal.SIGTERM
             status = _report(children, names)
     return 128 + received[0] if received and status != 0 else status
@@ -131,7 +131,7 @@ def _wait(children: list[_Child]) -> None:
 
 
 def _read_rest(child: _Child) -> None:
-    """Reads the last that a process wrote before it exited."""
+    """Reads the rest of what a process wrote before it exited."""
     os.set_blocking(child.errors, False)  # a grandchild may keep it open
     with open(child.errors, "rb", buffering=0) as pipe:
         child.held += pipe.read() or b""
@@ -148,7 +148,7 @@ def _pass_on(children: list[_Child]) -> None:
 
 
 def _report(children: list[_Child], names: IO) -> int:
-    """Says in one line which process died, if one did; returns the exit status of all."""
+    """Says in one line which process died, if one did; returns the joint exit status."""
     names.seek(0)
     peers = json.loads(names.read() or "[]")
     culprits = [c for c in children if not c.ended and FATAL not in c.held]
@@ -187,7 +187,7 @@ def _dead_peer(log: str, peers: list[str]) -> str | None:
 
 def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: int) -> None:
     """Runs in a child, with `errors` as standard error: joins the peers, trains and exits."""
-    # Only Gloo writes to 1 from here on, not in whole lines; _pass_on drops them.
+    # From here on only Gloo writes to descriptor 1, in partial lines, which _pass_on drops.
     sys.stdout = lossy_stream(os.dup(1), getattr(sys.stdout, "encoding", "utf-8"))
     os.dup2(errors, 1)
     os.dup2(errors, 2)
@@ -195,7 +195,7 @@ def _train_and_exit(place: dict, train: Callable[[], int], names: IO, errors: in
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Joining returns when the process that watches is dead.
+    # join() returns when the watching process dies; then this process exits, too.
     # pyrefly: ignore[missing-attribute]
     end = lambda: (multiprocessing.parent_process().join(), os._exit(1))
     threading.Thread(target=end, daemon=True).start()
@@ -264,10 +264,10 @@ def _join(place: dict, names: IO) -> None:
 
 
 def stops_after(step: int) -> int | None:
-    """SIGTERM if all processes are to stop after this step, as one has received it, else None.
+    """SIGTERM if one process has received it and all are to stop after this step, else None.
 
-    JAX's preemption service, which `jax.distributed` starts, handles the signal; ask it after every
-    step.
+    JAX's preemption service, which `jax.distributed` starts, handles the signal.  Call this after
+    every step.
     """
     from jax.experimental import multihost_utils
 

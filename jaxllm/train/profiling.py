@@ -42,7 +42,7 @@ class StepClock:
 
 
 class StepTrace:
-    """Traces into a folder those steps of `span` that this process takes; no other runs then."""
+    """Traces the steps of `span` that this process takes; no other step runs meanwhile."""
 
     def __init__(self, span: range, folder: Path, clock: StepClock):
         self.span, self.folder, self.clock = span, folder, clock

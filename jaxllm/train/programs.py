@@ -1,8 +1,8 @@
 """Compiles the steps of a run, and keeps in the user's cache what the next start can reuse.
 
-It keeps the times of XLA's matmul kernels, JAX's compiled programs, whose key is their text, and
-whole steps, whose key is everything that determines their text.  So a second start neither traces
-nor lowers its step, which took most of a start's time: 13 of 24 s for gpt2_124m on an H100 (JAX
+It keeps the times of XLA's matmul kernels, JAX's compiled programs, keyed by their text, and whole
+steps, keyed by everything that determines their text.  A second start therefore neither traces nor
+lowers its step, which took most of a start's time: 13 of 24 s for gpt2_124m on an H100 (JAX
 0.12.0.1, 2026-11-25).
 """
 
@@ -35,7 +35,7 @@ from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 log = logging.getLogger("jaxllm")
-BLOCKS = 3  # of the step whose matmuls are timed: a first one, one between others, a last one
+BLOCKS = 3  # blocks of the step whose matmuls are timed: a first, a middle and a last one
 # What JAX, XLA, Mosaic, Flax and our dispatch read from the environment.
 _READ = ("JAX", "XLA", "MOSAIC", "NVIDIA_TF32", "FLAX", "LD_LIBRARY_PATH")
 
@@ -46,10 +46,10 @@ def find_or_compile(
     timings: Path | None,
     lowered: Callable[[], None] = lambda: None,
 ) -> jax.stages.Compiled:
-    """The program of a step of a trainer: loaded as an earlier start kept it, or compiled now.
+    """The compiled program of a trainer's step: loaded from an earlier start, or compiled now.
 
     The ops' decisions are recorded (`dispatch.explain()`) in either case.
-    trace: its name stands for the step.  timings, lowered: as for `compile_autotuned`.
+    trace: its name is part of the step's key.  timings, lowered: as for `compile_autotuned`.
     """
     path, before = _path_of_step(trainer, trace.__name__), Counter(dispatch.decisions(every=True))
     if path is not None and path.exists():
@@ -68,23 +68,23 @@ def find_or_compile(
 
 
 def _path_of_step(trainer: Trainer, name: str) -> Path | None:
-    """The file of a step in our cache; None: nothing is kept.
+    """The step's file in our cache, or None if the step is not kept.
 
-    Several processes that time kernels share the times, so a process that finds its step must not
-    leave the others waiting.  Dumps that the user asks for are written only by compiling.
+    Several processes that time kernels share the times: if one of them found its step, the others
+    would wait for it forever.  Dumps that the user asks for are written only by compiling.
     """
     times_together = jax.process_count() > 1 and not trainer.config.train.deterministic
     if jax.default_backend() != "gpu" or times_together or not cache_is_used():
         return None
     parts = step_parts(trainer, name)
-    session = not hasattr(sys.modules["__main__"], "__file__")  # its code has no text to compare
+    session = not hasattr(sys.modules["__main__"], "__file__")  # its code is in no file
     if session or "dump" in str(parts["environment"]).lower():
         return None
     return cache_folder(None) / "compiled" / f"{digest(parts)}.step"
 
 
 def cache_is_used() -> bool:
-    """Whether the user's settings of JAX let compiled programs be kept."""
+    """Whether the user's JAX settings allow compiled programs to be cached."""
     config = jax.config
     return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
 
@@ -112,13 +112,13 @@ def step_parts(trainer: Trainer, name: str) -> dict[str, Any]:
 
 
 def _modules() -> tuple[list[str], int]:
-    """(digests of the loaded modules that are neither ours nor installed, the newest other's time).
+    """(digests of loaded modules neither ours nor installed, newest time of the installed ones).
 
     A script may replace a layer or an op before it starts a run, or bring its own pallas_kernels.
     """
     ours, stdlib = str(Path(__file__).parents[2]), os.path.dirname(os.__file__)
     counted = tuple(os.path.join(ours, name, "") for name in ("jaxllm", "pallas_kernels"))
-    # Both commands count, whichever of them started this process: they find each other's steps.
+    # Both commands are digested, whichever started this process, so that they share steps.
     commands = (ours, "train.py"), (sysconfig.get_path("scripts"), "jaxllm")
     scripts, newest = [], 0
     modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
@@ -150,12 +150,12 @@ def write(
 
 
 def _checksum(path: Path, content: bytes | memoryview) -> bytes:
-    """A checksum that also differs for the whole file of another step under this name."""
+    """A checksum that covers the file's name, so another step's file under this name fails."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def read(path: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compiled | None:
-    """A kept step, or None if there is none for these times of matmuls; deletes a damaged file.
+    """A kept step, or None if there is none for these matmul times; deletes a damaged file.
 
     A new run takes the step's times; a resumed run has the times its program was compiled with.
     """
@@ -172,7 +172,7 @@ def read(path: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compi
         program = serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # no folder of ours
         return None
-    except Exception as e:  # whatever JAX or pickle raises for a file that is not as it was
+    except Exception as e:  # whatever JAX or pickle raises for a damaged file
         with contextlib.suppress(OSError):
             path.unlink()
         log.warning("%s cannot be read, compiling again: %s", path, in_short(e))
@@ -187,7 +187,7 @@ def read(path: Path, trainer: Trainer, timings: Path | None) -> jax.stages.Compi
 def _without_kernels(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers a program with empty calls in place of our kernels, to time its matmuls.
 
-    XLA makes the same matmuls of it (tests/accumulated_step.py); lowering takes 0.3 s, not 4.
+    XLA compiles the same matmuls (tests/accumulated_step.py); lowering takes 0.3 s, not 4.
     """
 
     def empty(ctx, *arrays, input_output_aliases, **_):
@@ -208,7 +208,7 @@ def compile_autotuned(
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
     timings: the run's file for their times; None: XLA's first choice of kernels, without timing.
-    few: a step with the same matmuls and few blocks, which is compiled for the times instead.
+    few: a step with the same matmuls but few blocks, compiled in its place to time them.
     lowered: called once Python's part, tracing and lowering, is done, or a kept step is found.
     """
     kernels = ThreadPoolExecutor()
@@ -221,7 +221,7 @@ def compile_autotuned(
             kernels.map(_compile, _kernels(whole))  # while XLA compiles the rest
         if not (timings and timed and timed.result()):
             return whole.compile()
-        # The name is a part of the key of the compiled program, so all runs have the same.
+        # The file's name is part of the compiled program's cache key, so all runs share one.
         times, named = timings.read_bytes(), timings
         if cache_is_used():
             shared = cache_folder(None) / "timings" / f"{hashlib.sha256(times).hexdigest()}.txt"
@@ -234,9 +234,9 @@ def compile_autotuned(
 
 
 def _kernels(lowered: jax.stages.Lowered) -> list[bytes]:
-    """A program of each different kernel of a program.
+    """One program for each distinct kernel of a program, to compile in parallel.
 
-    Mosaic keeps what it compiles, and XLA would ask for one kernel after the other: 6 of the 15 s
+    Mosaic caches what it compiles; XLA would compile one kernel after the other, 6 of the 15 s
     that it takes for the 1.3B of tests/accumulate_speed.py (H200, JAX 0.12.0.1).
     """
     module: Any = lowered.compiler_ir("stablehlo")
@@ -269,7 +269,7 @@ def _compile(program: bytes) -> None:
 
 
 def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
-    """Times the matmul kernels of a program, unless they are known; whether there are any.
+    """Times a program's matmul kernels unless the times are known; returns whether it has any.
 
     A new run takes the times of an earlier run of the same program from our cache.
     """
@@ -281,15 +281,15 @@ def _time_matmuls(lowered: jax.stages.Lowered, timings: Path) -> bool:
         write_new(timings, known.read_bytes())
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
-        # This compilation only times, and writes the file, under another name until it is whole.
+        # This compilation only writes the times, under another name until the file is whole.
         timings.parent.mkdir(parents=True, exist_ok=True)
-        # The program's name is new each time: one from the cache would write nothing.
+        # A new name each time avoids JAX's cache: a cached program would write nothing.
         partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
         lowered.compile(
             {
                 "xla_gpu_deterministic_ops": False,
                 "xla_gpu_dump_autotune_results_to": str(partial),
-                "xla_gpu_mock_custom_calls": True,  # so that XLA accepts empty ones
+                "xla_gpu_mock_custom_calls": True,  # accepts our empty kernels
             }
         )
         if not partial.exists():  # there was nothing to choose

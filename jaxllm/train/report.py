@@ -33,8 +33,8 @@ from jaxllm.train.metrics import read_metrics, seconds_of
 DOCTYPE = "<!doctype html>"
 INK = "#010203"  # a placeholder, which `chart` replaces with the page's text color
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
-POINTS = 1000  # most points of a curve
-SAMPLES = 12  # most texts of a run
+POINTS = 1000  # maximum number of points per curve
+SAMPLES = 12  # maximum number of texts per run
 CHARTS = (  # key of metrics.jsonl, title, unit, noisy, scale, only the second half
     ("loss", "Loss", "nats per token; dots: validation", True, "as it is", False),
     ("loss", "Loss, second half", "nats per token; dots: validation", True, "as it is", True),
@@ -116,7 +116,7 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def chart(
     runs: list[LoadedRun], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
 ) -> dict[str, str] | None:
-    """What the page shows of the runs' curves, with an SVG; None if no run has the key."""
+    """The page's entry for one chart of the runs, with its SVG; None if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -124,7 +124,7 @@ def chart(
     # A log scale cannot show a gradient norm of 0.
     shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
     axis, sizes, tokens = x_axis(runs)
-    # Nats per token of different tokens cannot be compared.
+    # Nats per token cannot be compared between tokenizers.
     tokenizers = {str(run.about.get("tokenizer")) for run in runs}
     if in_bits := key == "loss" and len(tokenizers) > 1 and all(run.bits for run in runs):
         unit = unit.replace("nats per token", "bits per byte")
@@ -174,7 +174,7 @@ def chart(
 
 
 def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
-    """(what the x axis counts, that number per step of each run, tokens per step if equal in all).
+    """(the x axis's unit, how many a step of each run has, tokens per step if equal in all).
 
     Runs whose steps have different sizes are compared by tokens.
     """
@@ -207,7 +207,7 @@ def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
     values = [v for points in curves for _, v in points]
     lowest, highest = max(min(values), min(medians) / SPIKE), min(max(values), max(medians) * SPIKE)
     axes.set_yscale("log")
-    # It spans 2.5 at least, so there is a tick at 1, 2 or 5.
+    # The limits span a factor of at least 2.5, so there is a tick at 1, 2 or 5.
     axes.set_ylim(lowest / 1.6, highest * 1.6)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    source_digest()  # of the code that is imported from here on
+    source_digest()  # cached before the code is imported, so it digests what runs
     arguments = command_line.read(argv)
     config = arguments.config
     if arguments.resume and not arguments.restart:
@@ -47,8 +47,8 @@ def _run(argv: list[str] | None) -> int:
     except InputError as e:
         if arguments.dry_run is None:
             raise
-        print(f"note: {e}", file=sys.stderr)  # the run itself may be elsewhere, or later
-    if gpus is not None:  # like 64xH200, which need not be here
+        print(f"note: {e}", file=sys.stderr)  # the run itself may start elsewhere, or later
+    if gpus is not None:  # such as 64xH200, which this machine need not have
         os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxllm.train.predict import predict
 
@@ -61,7 +61,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _start_devices() -> None:
-    """Starts JAX's backend; whoever then needs a device waits for it, and gets its error."""
+    """Starts JAX's backend; the first code that uses a device waits for it and gets its error."""
     import jax
 
     with contextlib.suppress(Exception):
@@ -76,8 +76,8 @@ def _train(arguments: argparse.Namespace) -> int:
     while status is None:
         with contextlib.ExitStack() as stack:
             if again:
-                gc.collect()  # what the run before it left, before the state is loaded again
-            gc.set_threshold(100_000)  # with 700, 1.5 of 11 s until the 1.3B is lowered
+                gc.collect()  # frees the last attempt's arrays before the state is loaded again
+            gc.set_threshold(100_000)  # 700 costs 1.5 of the 11 s until the 1.3B is lowered
             run = Run(arguments.config, arguments.out_dir, resume, stack)
             alone = run.world == 1
             stops = stack.enter_context(StopSignals()).after if alone else processes.stops_after
@@ -89,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_checkpoints(out_dir: Path, every: int) -> None:
-    """Raises InputError if a run's checkpoints are gone; a kill before the first left a folder."""
+    """Raises InputError if a run's checkpoints are gone, not if it was killed before its first."""
     folder = out_dir / "checkpoints"
     last = lambda: max((row["step"] for row in read_metrics(out_dir / "metrics.jsonl")), default=0)
     if not folder.is_dir() or (not any(folder.iterdir()) and 0 < every < last()):
@@ -101,7 +101,7 @@ def check_input(config: Config, resume: bool, out_dir: Path) -> None:
     """Raises InputError for a valid configuration that cannot be trained, or names missing files.
 
     Does not import JAX, which takes seconds.
-    resume: the checkpoint has the initial weights, except the base of adapters.
+    resume: the weights come from the checkpoint, except the frozen base of adapters.
     """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
@@ -129,7 +129,7 @@ def dry_run(config: Config) -> int:
     from jaxllm.train import estimate, launch
 
     mesh = launch.join_devices(config)
-    path = config.model.init_from  # which may be elsewhere, unless adapters need its packing
+    path = config.model.init_from  # may be on another machine, unless adapters need its packing
     opens = config.model.adapters is not None or (path is not None and Path(path).exists())
     weights = launch.open_initial_weights(config, None, None) if opens else None
     trainer = launch.make_trainer(config, mesh, weights)
@@ -182,7 +182,7 @@ class Run:
         self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples, saved, changed = 0, 0, {}, ""
         self.skips = 0  # updates skipped in a row, up to the last recorded step
-        self.times: list[float] = []  # of the steps since the last one that was logged
+        self.times: list[float] = []  # seconds of each step since the last logged one
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
@@ -196,19 +196,19 @@ class Run:
         if newest is not None:
             print(f"resume   from the checkpoint of step {newest} in {out_dir}{changed}")
         keep_compiled()
-        # Weights are read and packed while XLA compiles, which takes as long for a large model.
+        # Weights are read and packed while XLA compiles; both take equally long for a large model.
         with memory_errors(self.advice), ThreadPoolExecutor(1) as pool:
             fresh, lowered = self.start == 0, threading.Event()
             compiling = pool.submit(launch.compile_step, self.trainer, out_dir, fresh, lowered.set)
             compiling.add_done_callback(lambda _: lowered.set())  # also if it failed
             if newest is None and weights is None:
-                lowered.wait()  # Python draws weights, and would lower the step half as fast
+                lowered.wait()  # drawing weights in Python would halve the speed of lowering
             self.state, self.base = launch.initial_state(
                 self.trainer, self.checkpoints, newest, weights
             )
             self.step_program, self.canary = compiling.result()
         self.evaluate = self.trainer.eval_step()
-        # Processes of one machine would write their traces to one file.
+        # Only process 0 traces: processes on one machine would write to the same file.
         span = range(*config.profile.span) if self.rank == 0 else range(0)
         self.clock = StepClock(self._record)
         self.trace = StepTrace(span, out_dir / "profile", self.clock)
@@ -230,7 +230,7 @@ class Run:
         try:
             with memory_errors(self.advice):
                 if self.chat and self.start == 0:
-                    self._sample(0)  # to compare with what it learns to say
+                    self._sample(0)  # the reply before training, for comparison
                 step, received = self._take_steps(batches, stops)
             self._finish()
             if received is not None:
@@ -253,7 +253,7 @@ class Run:
                 advice = "continue with --resume, on other devices if it happens again"
                 raise RunError(f"{e}; {advice}") from e
             self.log.message(f"{e}; going on from the newest checkpoint")
-            del self.state  # frees the memory for it
+            del self.state  # makes room for the restored state
             return None
         finally:
             self.trace.close()
@@ -265,7 +265,7 @@ class Run:
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
         steps = self.config.train.steps
-        # A signal or a kill may have come between a save and what follows it.
+        # A signal or a kill may have left out the evaluation or the sample of the saved step.
         due = self._due(self.start) - self.log.logged - {"checkpoint"} if self.start else set()
         self._evaluate_sample_save(self.start, due)
         for step in range(self.start + 1, steps + 1):
@@ -305,7 +305,7 @@ class Run:
                 raise RunError(f"the run ends at a loss of {val_loss}; {self._not_finite(step)}")
             if "sample" in due:
                 self._sample(step)
-            # While updates are skipped, the parameters may be bad: saves would replace good ones.
+            # While updates are skipped, parameters may be bad: a save would replace good ones.
             if "checkpoint" in due and (ends or not self.skips):
                 self._save(step, val_loss)
 
@@ -353,7 +353,7 @@ class Run:
         return f"{text} {self._not_finite(step)}"
 
     def _not_finite(self, step: int) -> str:
-        """What is not finite of the current model on the samples of a step, and what to do."""
+        """Names what is first not finite in the current model on a step's samples, and the fix."""
         import jax
 
         from jaxllm.train.verify import first_not_finite

@@ -29,7 +29,7 @@ from jaxllm.weights.places import named_params
 from pallas_kernels.options import own_settings
 from pallas_kernels.totals import summed
 
-# The files of layers that use each of their matrices once.
+# Modules whose layers use each of their matrices once.
 _ONCE = {"flax.nnx.helpers", "jaxllm.models.language_model"}
 _ONCE |= {f"jaxllm.layers.{x}" for x in "adapter attention embedding linear mlp norm vlstm".split()}
 NONE = nnx.State({})  # no copies, or no base
@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     watch: optim.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
-    # are in registers; a cast in the next step would read these once more.
+    # are in registers; a cast in the next step would read the parameters again.
     copies: nnx.State = NONE  # like params, with None for the other parameters
     base: nnx.State = NONE  # the frozen weights that adapters adapt, which no step changes
 
@@ -53,7 +53,7 @@ class TrainState(NamedTuple):
         return nnx.merge_state(self.params, self.base)
 
     def saved(self) -> "TrainState":
-        """The part for a checkpoint: without copies and base (`Trainer.complete`)."""
+        """The part that a checkpoint stores; `Trainer.complete` adds copies and base again."""
         return self._replace(copies=NONE, base=NONE)
 
 
@@ -72,7 +72,7 @@ def step_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
-    """Working parameters; the gradients of `totals` are then the next totals."""
+    """Pairs parameters with totals, so that the gradients of `totals` are the next totals."""
 
     def pair(p, total):
         join = Summed if p.get_metadata().get("summed") else summed
@@ -85,19 +85,19 @@ class Trainer:
     """Builds the sharded state and the compiled steps of one configuration on one mesh."""
 
     def __init__(self, config: Config, mesh: Mesh, packing: Packing | None = None):
-        """packing: of the frozen weights, if they are packed already."""
+        """packing: how the frozen weights are packed, if they already are."""
         self.config, self.mesh = config, mesh
         self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
         self.schedule = optim.learning_rate(config.optimizer, config.train.steps)
-        # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
+        # `graph` is for evaluation and generation, which use neither fp8 nor dropout.
         model = abstract(evaluated(config.model), "none")
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
-        pads = config.model.padded_vocab_size - config.model.vocab_size  # rows of each table
+        pads = config.model.padded_vocab_size - config.model.vocab_size  # pad rows of each table
         pads *= config.model.d_model * (1 if model.head is None else 2)
         for name, p in named_params(self.abstract_params).items():
             if p.dtype != jnp.float32:
                 raise InputError(f"the model's {name} is {p.dtype}: make it a float32 parameter")
-        # Each use of a total adds all of it, so each matrix must be used once.
+        # Each use of a matrix adds its whole total, so each matrix must be used exactly once.
         layers = {type(x).__module__ for path, x in nnx.iter_modules(model) if path}
         once = layers <= _ONCE and plain(model, LanguageModel, "loss", "advance", "walk")
         shared = len(jax.tree.leaves(model)) - len(jax.tree.leaves(self.abstract_params))
@@ -115,7 +115,7 @@ class Trainer:
         copied = lambda _, p: p.replace(bool(p.get_metadata().get("copied")) and p.dtype != dtype)
         self.copied = nnx.map_state(copied, self.abstract_params)
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
-        # Of the parameters in the forward and backward pass; those in the state may be split more.
+        # For the forward and backward pass; the state may split the parameters further.
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
 
@@ -131,7 +131,7 @@ class Trainer:
         """The initial parameters, drawn from the seed."""
         if self.lora is None:
             params = nnx.state(create(self.config.model, seed=self.config.train.seed), nnx.Param)
-            # They are donated, and the array of a user's parameter may be another's, too.
+            # The arrays will be donated, and a user's parameter may share its array with another.
             ours = lambda p: "axes" in p.get_metadata()
             return nnx.map_state(lambda _, p: p if ours(p) else jax.tree.map(jnp.array, p), params)
         leaves, structure = jax.tree.flatten(self.abstract_params)
@@ -149,7 +149,7 @@ class Trainer:
         if self.config.mesh.shard_optimizer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
-        masked = lambda node: isinstance(node, optax.MaskedNode)  # of another rule's parameters
+        masked = lambda node: isinstance(node, optax.MaskedNode)  # parameters of another rule
         # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
         of_opt = optax.tree.map_params(
             self.optimizer,  # pyrefly: ignore[bad-argument-type]
@@ -173,7 +173,7 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             if drawn := params is None:
                 params = self._draw()
-            mesh = self.config.mesh  # with these axes not all is drawn where the state has it
+            mesh = self.config.mesh  # these axes shard some draws unlike the state
             if self.lora is not None or (drawn and (mesh.shard_optimizer or mesh.tensor > 1)):
                 # `start` can then reuse their buffers.
                 params = jax.device_put(params, self.state_shardings.params)
@@ -187,7 +187,7 @@ class Trainer:
         return TrainState(jnp.int32(0), params, opt_state, watch, copies)
 
     def _placed(self, params: nnx.State, shardings: nnx.State) -> nnx.State:
-        """Arrays like the parameters, which a split optimizer moves to these shardings."""
+        """Moves arrays like the parameters to these shardings if the optimizer is split."""
         split = self.config.mesh.shard_optimizer
         return jax.lax.with_sharding_constraint(params, shardings) if split else params
 
@@ -197,14 +197,14 @@ class Trainer:
         return saved._replace(copies=make(saved.params), base=base)
 
     def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
-        """The keys of the adapters' dropout, for a part of the batch of a step; often none."""
+        """The adapters' dropout keys for one part of a step's batch; often there are none."""
         leaves, structure = jax.tree.flatten(self.abstract_keys)
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), step)
         keys = jax.random.split(jax.random.fold_in(key, part), max(len(leaves), 1))
         return jax.tree.unflatten(structure, list(jax.random.key_data(keys))[: len(leaves)])
 
     def _matrices(self, tree: nnx.State) -> nnx.State:
-        """A tree like the parameters with None for those without a copy."""
+        """The same tree, with None for every parameter that has no copy."""
         return jax.tree.map(lambda copied, x: x if copied else None, self.copied, tree)
 
     def _make_copies(self, params: nnx.State) -> nnx.State:
@@ -232,7 +232,7 @@ class Trainer:
         return dict.fromkeys(["tokens", "labels", *packed], like)
 
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """Global arrays of this process's rows of a batch (numpy), its `sharding.batch_part`."""
+        """Global arrays from this process's rows (numpy) of a batch, its `sharding.batch_part`."""
         return jax.make_array_from_process_local_data(self.batch_sharding, batch)
 
     def trace_train_step(self) -> jax.stages.Traced:
@@ -246,7 +246,7 @@ class Trainer:
     def trace_verified_step(self) -> jax.stages.Traced:
         """Traces (state, batch, seen) -> (state, metrics, checksums), which donates the state.
 
-        seen: `device_checksums` of `Checked`; the state changes only if the result has the same.
+        seen: `device_checksums` of `Checked`; the state changes only if this step's are equal.
         """
         table = (self.mesh.size, len(jax.tree.leaves(self.checked())), 2)
         seen = jax.ShapeDtypeStruct(table, jnp.uint32, sharding=self.state_shardings.step)
@@ -281,16 +281,16 @@ class Trainer:
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _in_parts(self, batch: dict, n: int) -> dict:
-        """(B, T) arrays as (n, B / n, T); part i has rows i, i + n, ...: some of every device."""
+        """(B, T) arrays as (n, B / n, T); part i has rows i, i + n, ..., some on every device."""
         split = lambda x: x.reshape(-1, n, x.shape[-1]).swapaxes(0, 1)
         place = lambda x: sharding.constrain(split(x), None, sharding.BATCH, None)
         return jax.tree.map(place, batch)
 
     def _side_by_side(self, batch: dict) -> list[dict]:
-        """The batch in two equal halves on a tensor axis, if its rows are even; else as it is.
+        """Halves the batch on a tensor axis if each device has an even number of rows.
 
-        While the devices sum a half's activations, they compute with the other half (Wang et al.
-        2024, "Domino"): XLA finds this overlap once both are in one program.
+        While the devices sum one half's activations, they compute the other half (Wang et al.
+        2024, "Domino"): XLA finds this overlap once both halves are in one program.
         """
         axes = self.mesh.shape
         rows = batch["tokens"].shape[0] // (axes["data"] * axes["fsdp"])
@@ -308,21 +308,21 @@ class Trainer:
     ) -> tuple[TrainState, dict, jax.Array]:
         loss, grads = self._gradients(state, batch)
         shardings = [x.sharding for x in jax.tree.leaves(self.checked())]
-        # The barrier separates this update from the one below.  XLA would otherwise compute one
-        # update and hold the whole new state until `same` is known; now it holds one array of it.
+        # The barrier keeps XLA from merging this update with the one below: a merged update holds
+        # the whole new state until `same` is known; now XLA holds one array at a time.
         apart = jax.lax.optimization_barrier((state, loss, grads))
         checked = Checked(state, grads, self._updated(*apart)[1].saved())
         sums = device_checksums(jax.tree.leaves(checked), shardings)
         good, new, metrics = self._updated(state, loss, grads)
         same = (sums == seen).all()
-        # Only the copies change otherwise: they are cast anew from the old parameters.
+        # If not `same`, only the copies change: they are cast again from the old parameters.
         keep = functools.partial(jnp.where, same)
         step, watch = jax.tree.map(keep, (new.step, new.watch), (state.step, state.watch))
         new = new._replace(step=step, watch=watch)
         return self._accepted(good & same, new, state), metrics, sums
 
     def _gradients(self, state: TrainState, batch: dict) -> tuple[jax.Array, nnx.State]:
-        """The loss, and its gradients in the dtypes of the working parameters, or sums in fp32."""
+        """The loss and its gradients, in the working parameters' dtypes, or summed in fp32."""
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
         def mean_loss(params, part, number):  # this part's share of the mean over the batch
@@ -351,7 +351,7 @@ class Trainer:
             loss, totals = jax.value_and_grad(share)(sums[1])
             return (sums[0] + loss, totals), None
 
-        # On several devices gradients are summed over them first, so that no total crosses them.
+        # On several devices each part's gradients are summed over devices; totals stay local.
         add = add_in_place if self.sums_in_place else add
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
         return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
@@ -360,7 +360,7 @@ class Trainer:
     def _updated(
         self, state: TrainState, loss: jax.Array, grads: nnx.State
     ) -> tuple[jax.Array, TrainState, dict]:
-        """(whether to accept the update, the saved part of the state with it, the metrics)."""
+        """(whether to accept the update, the new state without copies and base, the metrics)."""
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         opt_state = optim.at_step(state.opt_state, state.step)
         updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
@@ -373,7 +373,7 @@ class Trainer:
         return good, TrainState(state.step + 1, params, opt_state, watch), metrics
 
     def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-        """The new state, completed, with the old parameters and moments unless `good`."""
+        """The new state with copies and base; unless `good`, with old parameters and moments."""
         pairs = (new.params, new.opt_state), (old.params, old.opt_state)
         params, opt_state = jax.tree.map(functools.partial(jnp.where, good), *pairs)
         # The copies are cast before they are gathered, which halves the bytes.

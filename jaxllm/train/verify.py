@@ -1,7 +1,7 @@
 """A canary for silent corruption: computes a step twice and compares checksums of its arrays.
 
 Steps are deterministic, so two computations of one step from one state and batch agree in every
-bit.  docs/reliability.md says what this finds and what it cannot find.  Of a step that is not
+bit.  docs/reliability.md says what this finds and what it cannot find.  For a step that is not
 finite, `first_not_finite` names the layer.
 """
 
@@ -21,10 +21,10 @@ KINDS = {"before": "", "gradient": "the gradient of ", "after": "the new "}
 
 
 class Canary:
-    """Takes steps that are computed twice: both times by one program, which holds one state.
+    """Computes each step twice with one program, which holds one state.
 
-    The first time the program changes no parameter and no moment, because it changes them only if
-    its checksums are those that it is given.  The host does not wait between the two.
+    The program changes parameters and moments only if its checksums equal those passed to it, so
+    the first computation changes none.  The host does not wait between the two computations.
     """
 
     def __init__(self, trainer: Trainer, program: Callable):
@@ -73,7 +73,7 @@ class Canary:
                 )
 
     def _unlike(self, sums: np.ndarray) -> np.ndarray:
-        """(devices, arrays): whether a device's part is unlike most of its replicas."""
+        """(devices, arrays): whether a device's part differs from most of its replicas."""
         unlike = np.zeros(sums.shape[:2], bool)
         for array, groups in enumerate(self.replicas):
             for group in groups:
