@@ -29,7 +29,7 @@ class Adapter(nnx.Module):
         self.key = DropoutKey(key) if lora.dropout else None
 
     def narrow(self, x: Float[Array, "... in"]) -> Float[Array, "... rank"]:
-        """x A, of inputs that dropout left."""
+        """x A, with dropout applied to x."""
         if self.key is not None:
             key = jax.random.wrap_key_data(self.key.get_value())
             kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
@@ -43,7 +43,7 @@ class Adapter(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=1)
 def draw(key: jax.Array, shape: tuple[int, int]) -> Float[Array, "in rank"]:
-    """A of an adapter from U(-1/sqrt(in), 1/sqrt(in)), as by peft's Kaiming initialization."""
+    """An adapter's A from U(-1/sqrt(in), 1/sqrt(in)), as in peft's Kaiming initialization."""
     reach = shape[0] ** -0.5
     return jax.random.uniform(key, shape, jnp.float32, minval=-reach, maxval=reach)
 

@@ -29,7 +29,7 @@ class Attention(Layer):
     qk_norm: epsilon of an RMS norm of every q and k head before RoPE; None: no norm.
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
     rope_scaling: Llama 3.1's scaling of the frequencies, or YaRN's, a RopeScaling or None.
-    window: number of keys that a query sees, with the query's own; None: all up to its own.
+    window: number of keys that a query sees, including its own; None: all up to its own.
     softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
     linear: makes the layers, like Linear; Llama's names of matrices are passed as `name`.
     """
@@ -89,7 +89,7 @@ class Attention(Layer):
         positions: (T,) or (B, T) for RoPE; None: 0 ... T-1.
         segment_ids: tokens see only their own segment.
         add_bias: False leaves the bias of `out` to the next op.
-        norm: the norm that x is a result of, as for Linear.
+        norm: the norm that produced x, as for Linear.
         """
         self.q.check(x, "B T C")
         divides(axis_size("tensor", "context"), self.n_kv_heads, "tensor x context", "n_kv_heads")
@@ -151,7 +151,7 @@ class Attention(Layer):
         return rms_norm(x, weight, eps=self.q_norm.eps, implementation=self.implementation)
 
     def _attend(self, qkv, positions, segment_ids, norms):
-        qkv = split_heads(qkv)  # of H + 2 K heads this device's
+        qkv = split_heads(qkv)  # this device's part of the H + 2 K heads
         b, t, n, d = qkv.shape
         kv = n * self.n_kv_heads // (self.n_heads + 2 * self.n_kv_heads)
         if norms:
@@ -212,11 +212,11 @@ def _filled(k, v, cache):
 def _to_float8(x, seen):
     """(x / scale as float8, scale (B, K)) of keys or values (B, T, K, D).
 
-    The scale makes the largest number of a prompt, or 1 if all are smaller, 28, a sixteenth of
-    float8's largest: numbers of later tokens, which are clipped there, may be 16 times as large.  A
-    number keeps three bits of its mantissa down to 1/1792 of that.  (A first token's may be tiny.)
+    The scale maps a prompt's largest number to 28, a sixteenth of float8's largest, so numbers of
+    later tokens may be 16 times as large before they are clipped.  The largest counts as at least
+    1, because a first token's may be tiny.  Down to 1/1792 of it three mantissa bits are kept.
     """
-    x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
+    x = jnp.where(seen, x, 0).astype(jnp.float32)  # padding after a prompt may be of any size
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=(1, 3)), 1) / 28
     return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 

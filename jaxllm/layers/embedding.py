@@ -80,8 +80,8 @@ class Embedding(Layer):
         return y if rows is None else (y + rows).astype(self.dtype)
 
     def _look_up(self, tokens, wte, wpe, dtype):
-        # The devices that shard the table do not gather it: each looks up the tokens of all in its
-        # columns, and then they exchange the results.
+        # Devices that shard the table do not gather it: each looks up all devices' tokens in its
+        # own columns, then they exchange the results.
         options = dict(dtype=dtype, implementation=self.implementation)
         op = lambda tokens, *tables: own_tokens(encoder(all_tokens(tokens), *tables, **options))
         table = P(None, SHARDS)

@@ -31,7 +31,7 @@ from pallas_kernels.totals import summed
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp divides the rows of both, because XLA
-# transposes what it gathers along another axis than the first.
+# transposes an array that it gathers along any axis but the first.
 COLUMNS = (None, "tensor")
 ROWS = ("tensor", None)
 Bias = Float[Array, " out"] | None
@@ -85,7 +85,7 @@ class Dense:
     def operands(self, dtype=None) -> tuple[Float[Array, "in out"], Float[Array, "in out"] | None]:
         """(W, total) for a larger op, which adds to the total itself.
 
-        W: in `dtype` on each device, or its part of the tensor axis; None: as stored.
+        W: gathered in `dtype`, but still split over the tensor axis; None: as stored.
         """
         if dtype is None:
             return self.array, self.total
@@ -93,7 +93,7 @@ class Dense:
         return constrain(self.array.astype(dtype), *self.axes), self.total
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
-        """x W + bias in `dtype` (None: x's); norm: the one that x is a result of, or None."""
+        """x W + bias in `dtype` (None: x's); norm: the norm that produced x, or None."""
         w = constrain(self.matrix(x.dtype), *self.axes)
         return plus(x @ w if dtype is None else _matmul(x, w, dtype), bias)
 
@@ -102,7 +102,7 @@ class Float8(Dense):
     """A plain matrix whose products, and their gradients, take fp8 operands."""
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
-        """As Dense; a result in another dtype than x's takes no fp8."""
+        """As Dense; without fp8 if the result's dtype differs from x's."""
         if dtype is not None:
             return super().times(x, bias, dtype)
         apart = self.casts_apart(x)
@@ -114,7 +114,7 @@ class Float8(Dense):
         return op(x, arrays | {"row_norm": None if norm is None else norm.row_norm()})
 
     def casts_apart(self, x: Float[Array, "... in"]) -> bool:
-        """Whether kernels cast the tokens of each device there; otherwise XLA shards the casts.
+        """Whether kernels cast each device's tokens on that device; else XLA shards the casts.
 
         Inside `per_device` the scales are computed from the whole arrays.
         """
@@ -204,7 +204,7 @@ class Linear(Layer):
         rows_std: std of a layer sharded by rows, which writes to the residual stream; None: std.
         copied: training keeps a copy of the weight in the compute dtype.
         fp8: whether the matmul and its gradients take fp8 operands, where they can.
-        lora: the settings of adapters, of which the layer gets one if it is a target.
+        lora: the adapters' settings; the layer gets an adapter if it is a target.
         implementation: of quantized_linear, for a packed weight, and of fp8_linear.
         """
         shape = (in_features, out_features)
@@ -224,11 +224,11 @@ class Linear(Layer):
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
     ) -> Float[Array, "... out"]:
-        """Computes x W + b with W cast to x's dtype, and adds what the adapter computes.
+        """Computes x W + b with W cast to x's dtype, and adds the adapter's output.
 
         dtype: of the result; None: x's.
         add_bias: False leaves the bias to the next op.
-        norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
+        norm: the norm that produced x, or None; fp8 computes a scale from its bound on x.
         """
         self.check(x)
         bias = self.bias[...] if add_bias and self.bias is not None else None
@@ -294,7 +294,7 @@ def fused_linear(
     y = replace(held, array=weight, axes=(None, "tensor"), total=None).times(x, bias, dtype, norm)
     if not any(adapters := [layer.adapter for layer in layers]):
         return y
-    # Side by side, too: the rows of B that belong to a layer are zero in the others' columns.
+    # Adapters are joined, too: a layer's rows of B are zero in the other layers' columns.
     each = zip(adapters, widths, strict=True)
     wide = block_diag(*(a.wide(x.dtype) if a else jnp.zeros((0, n), x.dtype) for a, n in each))
     wide = _side_by_side(jnp.split(wide, np.cumsum(widths)[:-1], axis=1))
@@ -303,7 +303,7 @@ def fused_linear(
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
-    """Concatenates the last axes, each device's part of all arrays together."""
+    """Concatenates the last axes so that each device's parts of all arrays are adjacent."""
     apart = [a.reshape(*a.shape[:-1], axis_size("tensor", "context"), -1) for a in arrays]
     return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
 

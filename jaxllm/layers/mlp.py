@@ -55,7 +55,7 @@ class _FeedForward(Layer):
         return [layer for layer in (self.gate, self.up) if layer is not None]
 
     def _joins(self, x: Float[Array, "B T C"]) -> bool:
-        """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
+        """Whether `mlp` applies: on one device, or on each in fp8; in bf16 XLA overlaps gathers."""
         layers = *self._wide(), self.down
         biased = self.gate is not None and any(layer.bias is not None for layer in layers)
         kinds = {(type(w), getattr(w, "total", None) is None) for w in (y.held for y in layers)}
@@ -113,7 +113,7 @@ class GatedMLP(_FeedForward):
     def __call__(
         self, x: Float[Array, "B T C"], *, norm: Norm | None = None
     ) -> Float[Array, "B T C"]:
-        """Applies the layer; norm: the norm that x is a result of, as for Linear."""
+        """Applies the layer; norm: the norm that produced x, as for Linear."""
         self.up.check(x)
         if self._joins(x):
             return self._whole(x, norm)

@@ -14,11 +14,11 @@ from pallas_kernels.dispatch import Implementation
 
 TOKENS = P(BATCH, "context")  # (B, T, ...): every device of the tensor axis holds all of the rest
 HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
-_ROUNDING = 1.01  # of y to its dtype
+_ROUNDING = 1.01  # allows for rounding y to its dtype
 
 
 def plain(layer: object, kind: type[Layer], *names: str) -> bool:
-    """Whether a layer has its kind's __call__ and other methods: a larger op may do the same."""
+    """Whether a layer keeps `kind`'s __call__ and named methods, so a larger op can replace it."""
     return all(getattr(type(layer), x, None) is getattr(kind, x) for x in ("__call__", *names))
 
 
@@ -64,7 +64,7 @@ class Norm(Layer):
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass.
 
-        branch_bias is added to the branch before, in the branch's dtype.
+        branch_bias is first added to the branch, in the branch's dtype.
         """
         op = lambda x, s, bias, *p: self._op(x, *p, residual=s, x_bias=bias)
         parameters = self._parameters()
@@ -74,7 +74,7 @@ class Norm(Layer):
         return y.astype(self.dtype or branch.dtype), s
 
     def row_norm(self) -> Float[Array, ""]:
-        """A number that the Euclidean norm of no row of y exceeds, float32, without a gradient."""
+        """An upper bound on the Euclidean norm of every row of y, float32, without a gradient."""
         weight, *bias = (lax.stop_gradient(p.astype(jnp.float32)) for p in self._parameters())
         most = weight.size**0.5 * abs(weight).max()
         return _ROUNDING * sum((jnp.sqrt((b**2).sum()) for b in bias), most)

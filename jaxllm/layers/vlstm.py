@@ -75,7 +75,7 @@ class VLSTMLayer(Layer):
     ) -> Float[Array, "B T C"]:
         """Applies the layer; the state is zero at the start of every sequence and segment.
 
-        norm: the norm that x is a result of, as for Linear.
+        norm: the norm that produced x, as for Linear.
         """
         self.q.check(x, "B T C")
         divides(axis_size("tensor", "context"), self.n_heads, "tensor x context", "n_heads")
@@ -83,8 +83,8 @@ class VLSTMLayer(Layer):
         joins = axis_size("context") == 1 and plain(self.norm, HeadLayerNorm)
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
-        # Side by side: each of two matmuls would read all of x for a few columns.  In float32: near
-        # 6, bf16 has a resolution of 0.03, and the error adds up over T.
+        # One joint matmul: two would each read all of x for a few columns.  In float32: near 6,
+        # bf16 has a resolution of 0.03, and the error adds up over T.
         gates = fused_linear(x_gates, self.i, self.f, dtype=jnp.float32)
         gates = soft_cap(gates, self.gate_soft_cap)
         layers = (self.q, self.k, self.v, self.o)[: 4 if joins else 3]

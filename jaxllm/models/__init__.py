@@ -21,7 +21,7 @@ def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> Language
 
 
 def abstract(config: ModelConfig, fp8: str) -> LanguageModel:
-    """`create` with shapes for weights, once, as it takes 0.2 s for 24 blocks: never change it."""
+    """`create` with shapes for weights; cached (24 blocks take 0.2 s), so never change it."""
     return _abstract(MODELS[config.type], config, fp8)
 
 

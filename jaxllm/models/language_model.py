@@ -24,7 +24,7 @@ from pallas_kernels.ids import Ids
 from pallas_kernels.mosaic import plus
 
 STD = 0.02  # initial standard deviation of all weights
-# What `of_row` computes for a single row; a subclass may override these.
+# The methods that `of_row` replaces for a single row; a subclass may override them.
 _OF_ROW = {Attention.with_cache, VLSTMLayer.with_cache, MLP.__call__, GatedMLP.__call__}
 
 
@@ -57,7 +57,7 @@ class Block(Layer):
     """s += mixer(norm_1(s)); s += mlp(norm_2(s)), with attention or a vLSTM as the mixer."""
 
     def __init__(self, config: ModelConfig, make_norm, make_mlp, mixer: dict, *, fp8: bool, rngs):
-        """mixer: {its name, attention or vlstm: what makes it, given width and heads}."""
+        """mixer: {attention or vlstm: the function that makes it from width and heads}."""
         ((self.mixer, make_mixer),) = mixer.items()
         rows_std = STD / math.sqrt(2 * config.n_layers)  # 2 L branches add up on the stream
         linear = partial(Linear, std=STD, rows_std=rows_std, fp8=fp8, lora=config.adapters)
@@ -72,8 +72,8 @@ class Block(Layer):
         further = cache is not None and cache.arrays is not None and stream.branch is None
         further = further and {type(mixer).with_cache, type(self.mlp).__call__} <= _OF_ROW
         norm_1, norm_2 = (n if plain(n, Norm) else None for n in (self.norm_1, self.norm_2))
-        # The next token of one row, where an op takes 2 us or more however little it does: kernels
-        # of the layers take norms and sums, too.
+        # For the next token of one row every op takes at least 2 us, so the layers' kernels include
+        # the norms and the residual additions.
         if further and norm_1 and norm_2 and mixer.takes_row(x) and self.mlp.takes_row(x):
             x, cache = mixer.of_row(x, norm_1, cache)
             return Stream(None, None, self.mlp.of_row(x, norm_2)), cache
@@ -96,7 +96,7 @@ class LanguageModel(Layer):
     """A causal language model; a subclass says what its blocks are made of.
 
     norms: class of all norms; mlps: of the feed-forward layers.
-    block: class of the blocks, for one that is wired in another way than Block.
+    block: class of the blocks, if they are wired differently from Block.
     learns_positions: whether it has config.max_seq_len learned positions.
     tied: whether the head is the token embedding, whatever config.tie_embeddings says.
     """
@@ -109,7 +109,7 @@ class LanguageModel(Layer):
     head: Linear | None
 
     def mixer(self) -> dict[str, Any]:
-        """{attention or vlstm: what makes the other half of a block, given width and heads}."""
+        """{attention or vlstm: the function that makes the mixer from width and heads}."""
         raise NotImplementedError
 
     def __init__(self, config: ModelConfig, *, fp8: str = "none", rngs: nnx.Rngs):
@@ -129,7 +129,7 @@ class LanguageModel(Layer):
             implementation=config.implementation,
             rngs=rngs,
         )
-        # What pads the vocabulary is zero.  .at[].set would be a scatter, which deterministic XLA
+        # Vocabulary padding is zero.  .at[].set would be a scatter, which deterministic XLA
         # turns into a loop over all elements.
         real, wte = jnp.arange(rows) < config.vocab_size, self.embedding.wte
         wte[...] = jnp.where(real[:, None], wte[...], 0)
@@ -194,7 +194,7 @@ class LanguageModel(Layer):
             raise ValueError("segment_ids do not go with caches: pass one text a row")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"{len(caches)} caches do not fit {len(self.blocks)} blocks")
-        # Here and in `loss`, because jit and shard_map would cut numpy's int64 to 32 bits.
+        # Converted here and in `loss`: jit and shard_map would cut numpy's int64 to 32 bits.
         (segment_ids,) = ids.segments(segment_ids)
         positions = None if positions is None else ids.saturated("positions", positions)
         stream = Stream(None, None, embedded)
@@ -321,13 +321,13 @@ _mixing_saveable = _either(
     checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"),
     lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd"),
 )
-# What each value of `model.remat` saves of a block, in addition to its input and, in fp8, to the
-# single numbers from which scales are made, each of which takes a pass over an array.
+# What each value of `model.remat` saves of a block, besides its input and, in fp8, the scalars that
+# scales are computed from, each of which takes a pass over an array.
 _SAVED = {
     # Matmuls with weights.  The matmuls within the XLA form of attention have batch axes and are
     # recomputed: their results are quadratic in T.
     "dots": _either(checkpoint_policies.dots_with_no_batch_dims_saveable, _mixing_saveable),
-    # The products before the activation: "gelu" is the op's name of the sum of product and bias.
+    # The products before the activation: "gelu" is the op's name for product + bias.
     "mlp": _either(checkpoint_policies.save_only_these_names("mlp", "gelu"), _mixing_saveable),
     "attention": _mixing_saveable,
     "block": checkpoint_policies.save_only_these_names("fp8_largest"),
