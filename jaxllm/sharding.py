@@ -61,7 +61,7 @@ def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
 def whole_sequences(mesh: Mesh) -> Mesh:
     """The mesh whose context devices divide the batch as fsdp devices do, for generation.
 
-    Its parameters lie on the same devices.
+    Parameters stay on the same devices.
     """
     data, fsdp, context, tensor = mesh.devices.shape
     devices = mesh.devices.reshape(data, fsdp * context, 1, tensor)
@@ -153,7 +153,7 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
 
 
 def _check_divided(spec: PartitionSpec, arrays) -> None:
-    """Raises ValueError unless the mesh divides the arrays; shard_map's own has many lines."""
+    """Raises ValueError unless the mesh divides the arrays; shard_map's error has many lines."""
     for shape in map(np.shape, jax.tree.leaves(arrays)):
         for i, (size, axes) in enumerate(zip(shape, spec, strict=False)):
             axes = jax.tree.leaves(axes)
@@ -163,10 +163,10 @@ def _check_divided(spec: PartitionSpec, arrays) -> None:
 def _alike_on_tensor(op: Callable, wrap: Callable, in_specs: tuple, out_specs) -> Callable:
     """The wrapped `op`, whose backward pass moves nothing over the tensor axis.
 
-    shard_map's own would divide the incoming gradient by the size of the axis and then sum what its
-    devices compute, all the same.  The axes that divide the tokens must divide every output.
+    shard_map's backward pass would divide the incoming gradient by the size of the axis, then sum
+    the equal results of its devices.  The axes that divide the tokens must divide every output.
     """
-    each = P(jax.sharding.get_abstract_mesh().axis_names)  # arrays that a device keeps for itself
+    each = P(jax.sharding.get_abstract_mesh().axis_names)  # arrays local to a device
 
     @jax.custom_vjp
     def wrapped(*inputs):
@@ -234,9 +234,9 @@ def all_tokens(tokens: jax.Array) -> jax.Array:
 
 
 def own_tokens(x: jax.Array) -> jax.Array:
-    """Inside `per_device`: (B, T, C / F / N), a part of all tokens' columns, to (B / F, T / N, C).
+    """Inside `per_device`: (B, T, C / F / N), some columns of all tokens, to (B / F, T / N, C).
 
-    The columns are divided as a parameter's: over fsdp, and each part over context.
+    The columns are divided like a parameter's: over fsdp, then each part over context.
     """
     for axis, name in reversed(list(enumerate(SHARDS))):
         x = _exchange(x, name, axis, 2)
@@ -284,10 +284,10 @@ def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
 
 
 def in_order(params: nnx.State, x) -> tuple:
-    """(params, x), where x's gradient waits for those of the params, which are used later.
+    """(params, x), where x's gradient waits for the gradients of params, which are used later.
 
-    XLA would postpone the matmuls of these, to overlap them with their sums over the devices, and
-    keep what they read: all activations, whatever `model.remat` says.
+    Otherwise XLA postpones the matmuls of the params' gradients, to overlap them with their sums
+    over the devices, and keeps the inputs: all activations, whatever `model.remat` says.
     """
     return (params, x) if one_device() else _in_order(params, x)
 

@@ -66,7 +66,7 @@ class Chat:
         self._system, self.messages = system, messages
 
     def say(self, line: str) -> None:
-        """Obeys a command, or prints the answer to a message; after an error all is as before."""
+        """Runs a command, or prints the answer to a message; an error changes nothing."""
         word, _, rest = line.partition(" ")
         try:
             check_utf8(line)

@@ -43,7 +43,7 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
 def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
-    The matrices of Linear are in the compute dtype, to which each of their products casts them.
+    Linear's matrices are loaded in the compute dtype, to which every matmul would cast them.
     """
     keep_compiled()
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
@@ -61,10 +61,10 @@ def load_model(weights: Weights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef,
 
 
 def block_size() -> int:
-    """The number of tokens that one call of the device computes.
+    """The number of tokens per row that one device call computes.
 
-    A call has fixed costs: an H100 takes 0.243 ms per token of GPT-2 with 32, and 0.255 with 8.  On
-    a CPU 32 tokens would take long, and tokens after the end of a text are computed for nothing.
+    A call has fixed overhead: an H100 takes 0.243 ms per token of GPT-2 with 32, 0.255 with 8.  On
+    a CPU 32 tokens would take long, and tokens after the end of a text are wasted.
     """
     return 32 if jax.default_backend() == "gpu" else 8
 
@@ -75,7 +75,7 @@ def most_tokens(config: ModelConfig) -> int | None:
 
 
 def check_fits(ids: Sequence[int], tokens: int, most: int | None) -> None:
-    """Raises InputError unless `tokens` can follow a prompt; most: as of `most_tokens`."""
+    """Raises InputError unless `tokens` can follow a prompt; most: from `most_tokens`."""
     if not ids:
         raise InputError("the prompt has no tokens; give at least one character")
     if most is not None and len(ids) + tokens > most:
@@ -154,11 +154,11 @@ def stream_tokens(
     streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
     place = getattr(jax.tree.leaves(params)[0], "sharding", None)  # or an array of NumPy
-    # Of several devices only XLA knows how it divides the caches.
+    # On several devices only XLA knows how the caches are sharded.
     if blocks and isinstance(place, jax.NamedSharding) and place.num_devices == 1:
         lowered = first.lower(params, matrices, tokens, lengths, streams)
         held = jax.tree.map(lambda x: x.update(sharding=place.update(spec=P())), lowered.out_info)
-        with ThreadPoolExecutor(1) as pool:  # both programs at once; the calls below find them
+        with ThreadPoolExecutor(1) as pool:  # compiles both at once; the calls below find them
             pool.submit(lowered.compile)
             further.lower(params, matrices, *held, jnp.int32(1), lengths, streams).compile()
     token, arrays = first(params, matrices, tokens, lengths, streams)
@@ -168,7 +168,7 @@ def stream_tokens(
         if block < blocks:
             rest = number, lengths, streams
             pending, token, arrays = further(params, matrices, token, arrays, *rest)
-        if ((found := np.asarray(ready)) < 0).any():  # as `choose` says
+        if ((found := np.asarray(ready)) < 0).any():  # -1 from `choose`
             raise RunError("the model's logits are not finite, so no token can be chosen")
         yield from found[:left]
         left -= len(found)
@@ -192,7 +192,7 @@ def _programs(
     def keys(stream):
         """The random key of each row, (B,), from its seed, prompt and sample (B, 3)."""
         seed, prompt, sample = stream
-        key = jax.random.key(seed, impl="threefry2x32")  # rbg would draw all rows from the first's
+        key = jax.random.key(seed, impl="threefry2x32")  # rbg's vmap uses only the first key
         return jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
 
     def pick(model, hidden, keys, number, seen):
@@ -226,14 +226,14 @@ def _programs(
 
         def step(i, carry):
             token, tokens, (arrays, seen) = carry
-            # Copies are variables of the loop, which a user's layer may change.
+            # Copied, so that the variables belong to the loop: a user's layer may change them.
             whole, model = (nnx.merge(graph, x, copy=True) for x in (params, matrices))
             positions = (lengths + number + i - 1)[:, None]
             embedded = whole.embedding(token[:, None], positions)
             caches = [Cache(lengths + number + i, size, float8, layer) for layer in arrays]
             hidden, caches = model.advance(embedded, positions=positions, caches=caches)
             token, seen = pick(model, hidden, rows, number + i, seen)
-            # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
+            # A select, because XLA would update a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)
             return token, tokens, ([cache.arrays for cache in caches], seen)
 
@@ -280,12 +280,12 @@ def _cast(x, transposes, dtype):
 
 
 def _is_matrix(p: nnx.Variable) -> bool:
-    """Whether a variable holds a plain matrix of Linear, which says if training copies it."""
+    """Whether a variable holds a plain matrix of Linear, whose metadata includes `copied`."""
     return "copied" in p.get_metadata() and hasattr(p.get_value(), "dtype")
 
 
 def by_rows() -> bool:
-    """Whether to transpose Linear's matrices: with these a CPU would take up to 5 times as long."""
+    """Whether to transpose Linear's matrices; a CPU takes up to 5 times as long with these."""
     return jax.default_backend() == "gpu"
 
 

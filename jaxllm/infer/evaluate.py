@@ -145,7 +145,7 @@ def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     total, around = 0, [*tokenizer.begin, *tokenizer.finish]
     for first in range(1, count + 1, _DECODED):
         ids = tokens.read(first, min(first + _DECODED, count + 1))
-        # Text by text: some tokenizers put a space before each, and decode without the first.
+        # Text by text, because some tokenizers begin each with a space, which decoding drops.
         for text in np.split(ids, np.flatnonzero(np.isin(ids, around))):
             total += len(tokenizer.decode(text, special=False, clean=False).encode())
     return total
@@ -156,7 +156,7 @@ def _configuration(
 ) -> Config:
     """The configuration of the run in `folder`, with the data that the overrides name.
 
-    model: of a folder that is not a run's; it is evaluated in the rows that convert would train.
+    model: for a folder that is not a run's; `train` is then the section that convert writes.
     """
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]

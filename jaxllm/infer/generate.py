@@ -50,7 +50,7 @@ def add_checkpoint(parser: Parser) -> None:
 
 
 def add_options(parser: Parser, tokens: int) -> None:
-    """Adds what generate and chat share; tokens: the default of --tokens."""
+    """Adds the options that generate and chat share; tokens: the default of --tokens."""
     add_checkpoint(parser)
     parser.option("--tokens N", "largest number of tokens to write", default=tokens)
     for name in SETTINGS:
@@ -72,7 +72,7 @@ def add_options(parser: Parser, tokens: int) -> None:
 
 
 def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, with how tokens are chosen as `config`; raises InputError for bad ones."""
+    """The arguments, with the sampling settings as `config`; raises InputError for bad ones."""
     args = parser.parse_args(argv)
     for name in ("tokens", "samples", "batch_size"):
         if not 1 <= getattr(args, name, 1) < 2**31:
@@ -88,7 +88,7 @@ def checked(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_utf8(text: str) -> None:
-    """Raises InputError for a text in which Python marks bytes that are not UTF-8."""
+    """Raises InputError for surrogates, which Python puts in place of bytes that are not UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise InputError(f"{text!r:.50} is not UTF-8")
 
@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str, Any]:
-    """The arguments of Tokenizer.chat: of a message, or of a line of JSON."""
+    """The arguments of Tokenizer.chat for a message, or for a line of JSON."""
     if args.prompts is None:
         return {"messages": [{"role": "user", "content": text}]}
     try:

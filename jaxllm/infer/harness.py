@@ -78,7 +78,7 @@ class RunLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the name of a file in which the harness keeps what the chat template wrote."""
+        """Part of the file name under which the harness caches what the chat template rendered."""
         return hash_string(f"{self.tokenizer.digest}{self.tokenizer.chat_template()}")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -156,7 +156,7 @@ class RunLM(TemplateLM):
 def _sampling(options: dict, folder: dict | None = None) -> tuple[SampleConfig, list[str]]:
     """The settings and the stop strings of a task's generation_kwargs.
 
-    folder: the settings of the model's folder, all of which hold except the temperature.
+    folder: the settings of the model's folder, which apply except for the temperature.
     """
     options = {name: value for name, value in options.items() if value is not None}
     stops = options.pop("until", None)
@@ -184,7 +184,7 @@ def evaluate(args: argparse.Namespace) -> str:
     tasks, own = args.tasks.split(","), args.include_path
     if own is not None and not own.is_dir():
         raise InputError(f"--include_path {own} is not a folder")
-    if args.out is not None:  # found out now, not after hours
+    if args.out is not None:  # fails now, not after hours
         try:
             args.out.open("a").close()
         except OSError as e:
@@ -204,7 +204,7 @@ def evaluate(args: argparse.Namespace) -> str:
         )
     except InputError:
         raise
-    # No network, a bad data file, or what the mistakes in a task's YAML raise in the harness.
+    # No network, a bad data file, or whatever a mistake in a task's YAML raises in the harness.
     except (OSError, LookupError, TypeError, ValueError, DatasetsError, TemplateError) as e:
         raise InputError(f"--tasks {args.tasks}: {in_short(e)}") from e
     assert results is not None  # the harness returns None only on other ranks

@@ -31,14 +31,14 @@ class Loaded(NamedTuple):
     def generate(self, prompt: str, **options: Any) -> str:
         """The text that the model writes after `prompt`.
 
-        options: tokens, temperature, top_k, top_p, seed, as of the section `sample` in a
+        options: tokens, temperature, top_k, top_p and seed, as in the section `sample` of a
         configuration, min_p and repetition_penalty; their defaults are the folder's.
         """
         graph, params = nnx.split(self.model)
         ids = self.tokenizer.prompt(prompt)
         config = sampling(**self.tokenizer.sampling | options)
         decode.check_fits(ids, config.tokens, decode.most_tokens(self.config))
-        with jax.set_mesh(None), jax.transfer_guard("allow"):  # whatever the caller has set
+        with jax.set_mesh(None), jax.transfer_guard("allow"):  # overrides what the caller has set
             found = decode.generate(graph, params, ids, config, ends=self.tokenizer.ends)
         text = Text(self.tokenizer, ids)
         for token in found:

@@ -17,8 +17,8 @@ from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer
 from jaxllm.weights.pretrained import open_weights
 
-_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
+_TAIL = 16  # last tokens of a prompt, on which the next token's text may depend
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
 
 
 class Writer:
@@ -60,7 +60,7 @@ class Writer:
     ) -> None:
         """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done.
 
-        samples, few_shapes: as of `decode.stream_tokens`.
+        samples, few_shapes: as for `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
             stream = self._stream(prompts, config, samples=samples, few_shapes=few_shapes)
@@ -119,7 +119,7 @@ class Text:
     certain: length of the part that further tokens cannot change; stop strings may shorten it.
     count: its tokens, without the one that ends it.
     live: print text as soon as it is certain: whole characters that cannot begin a stop string.
-    Only the last tokens are decoded again, with those before them, on which spaces depend.
+    Only the last tokens are decoded again, after earlier tokens on which spaces depend.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Text:
         self._ends = {*ends, *(special[stop] for stop in stops if stop in special)}
         ids = [i for i in prompt if i not in self._hidden]
         start = max(0, len(ids) - _TAIL)
-        while start and ids[start] in tokenizer.byte_tokens:  # a row of them is valid as a whole
+        while start and ids[start] in tokenizer.byte_tokens:  # consecutive ones decode together
             start -= 1
         self._ids = ids[start:]
         self._known, self._begins = len(self._ids), ""  # tokens before the text that `_ids` add to
@@ -153,14 +153,14 @@ class Text:
         if token in self._hidden or token >= self._tokenizer.vocab_size:
             return
         self._decode(token)
-        settled = self.text.rstrip(_UNFINISHED)  # further bytes may make a character of the rest
+        settled = self.text.rstrip(_UNFINISHED)  # further bytes may complete a character
         first = lambda x: min((i for i in map(x.find, self.stops) if i >= 0), default=len(x))
         self._end, end = map(first, (self.text, settled))
         self.done = end < len(settled) and end <= self._open(settled)
         self._show(min(self._end, self._open(self.text[: self.certain])))
 
     def _open(self, text: str) -> int:
-        """Where the end of a text begins a stop string; the first such place."""
+        """The first place from which the rest of a text is the start of a stop string."""
         begun = {n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])}
         return len(text) - max(begun, default=0)
 

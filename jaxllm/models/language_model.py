@@ -203,7 +203,7 @@ class LanguageModel(Layer):
         trained = nnx.Param if self.config.adapters is None else nnx.LoRAParam
         params = {}
         for i, block in enumerate(self.blocks):
-            # A block later their sums overlap with this block; long sequences leave no room for it.
+            # One block later gradient sums overlap with this block; long sequences lack the memory.
             j = i + (axis_size("context") == 1)
             if remat != "none" and 0 < i and j < len(self.blocks):  # block 0 is the last backward
                 params[j], stream = in_order(nnx.state(self.blocks[j], trained), stream)
