@@ -34,8 +34,8 @@ def cache_folder(cache_dir: str | None) -> Path:
 def keep_compiled() -> None:
     """Makes JAX keep compiled programs for GPUs in our cache, and read them at the next start.
 
-    If these and the steps of train/programs.py take more than _COMPILED bytes, those read longest
-    ago are deleted: JAX's own limit (jax_compilation_cache_max_size) needs locks, which some
+    If these and the steps of train/programs.py take more than _COMPILED bytes, the least recently
+    read are deleted: JAX's own limit (jax_compilation_cache_max_size) needs locks, which some
     network file systems do not have.  JAX's settings come first: JAX_COMPILATION_CACHE_DIR names
     another folder for its programs, JAX_ENABLE_COMPILATION_CACHE=false keeps neither.
     """

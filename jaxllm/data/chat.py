@@ -35,7 +35,7 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     if key := next((key for key in ("messages", "conversations") if key in given), None):
         messages = _said(key, given[key])
     elif "prompt" in given and "completion" in given:
-        if given.get("label") is False:  # of preferences
+        if given.get("label") is False:  # preference data
             raise Refused("label=false: a completion to unlearn")
         messages = _said("prompt", given["prompt"], "user")
         asked = len(messages)
@@ -170,6 +170,6 @@ def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int
 
 
 def text_key(tokenizer: Tokenizer) -> str:
-    """A hash of all on which the ids of a conversation depend; raises InputError if they cannot."""
+    """A hash of all that a conversation's ids depend on; raises InputError without a template."""
     tokenizer.chat_template()
     return digest(tokenizer.digest, tokenizer.chat_templates, tokenizer.chat_names)

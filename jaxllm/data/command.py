@@ -58,7 +58,7 @@ def _add_source(command: Parser, more: str = "") -> None:
 
 
 def _open(args: Namespace, *, validates: bool) -> Source:
-    """The data that the options name, said on the screen; validates: whether a split of it may."""
+    """Opens and prints the data that the options name; validates: whether a split may validate."""
     if args.path and inside(args.out, Path(args.path).expanduser()):
         raise InputError(f"--out={args.out} is inside --path={args.path}; choose another --out")
     found = find_files(args.source, args.path, key="--path")

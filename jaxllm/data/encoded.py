@@ -1,4 +1,4 @@
-"""Encodes conversations, with a mark of the tokens that have loss, once.
+"""Encodes conversations once, and marks the tokens that have loss.
 
 A folder of encoded conversations (in the cache, or from `jaxllm data prepare`) has
 conversations.chat, a shard with the entry 2 id + (1 if the token has loss) for each token,
@@ -33,7 +33,7 @@ _NAMED = 3  # reasons to refuse that a report names, with as many conversations;
 
 
 def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: str) -> None:
-    """Writes all conversations of a source to a folder, and then a report with the `key` of both.
+    """Writes all conversations of a source to a folder, then a report that includes `key`.
 
     Raises InputError for conversations that cannot be read, and if none has a token with loss.
     """
@@ -77,7 +77,7 @@ def _encoded(
 def _rendered(
     source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
 ) -> Iterator[tuple[Record, tuple[str, list]]]:
-    """Yields records with what `render` makes of them; collects the refused ones."""
+    """Yields records with the results of `render`; collects the refused ones."""
     with progress_bar("encoding the conversations (once)", source.size) as done:
         for record in source.records(COLUMNS):
             try:
@@ -115,7 +115,7 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
 
 
 def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> "Encoded":
-    """The conversations of a source, as prepared or, encoded once, from the cache."""
+    """The encoded conversations of a source: as prepared, or from the cache, encoded once."""
     prepared = [path.parent for _, path in source.files if is_prepared(path)]
     if prepared and source.files[1:]:
         raise InputError(f"{prepared[0]} is prepared, so nothing is read beside it: name it alone")

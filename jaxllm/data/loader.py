@@ -47,7 +47,7 @@ class _Windows:
     """Windows of seq_len + 1 tokens that overlap by one: all tokens but the first are labels.
 
     separator: the token between documents that do not see each other; None: a window is one text.
-    whole: whether a last window counts that is not full; zeros without labels fill it.
+    whole: whether a last, partial window counts; zeros without labels pad it.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int | None, whole: bool = False):
@@ -123,7 +123,7 @@ class Dataset:
         """Returns an iterator of at most `max_batches` batches, the same at every call.
 
         If `max_batches` leaves some windows out, the batches are spread evenly over the full ones.
-        Otherwise every label comes once; what then fills the last batch has no labels.
+        Otherwise every label comes once, and windows without labels fill the last batch.
         """
         import grain
 

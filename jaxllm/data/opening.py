@@ -173,7 +173,7 @@ def _open_chat(config: DataConfig, found, val_found, cache, vocab_size, only_val
     tokenizer.check(vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
     size = tokenizer.check(vocab_size, [x.page["largest"] for x in opened])
-    fitted = []  # the last is what validates, and is left out of the first
+    fitted = []  # the last one validates; its conversations are left out of the first
     for x in reversed(opened):
         fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:

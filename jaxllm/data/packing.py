@@ -27,7 +27,7 @@ class Packed:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         size, row = self._seq_len, self._rows[int(index)]
-        # What no conversation fills is a segment, too, whose tokens have no loss.
+        # Padding is a segment, too, and its tokens have no loss.
         sample = {
             "tokens": np.zeros(size, np.int32),
             "labels": np.full(size, IGNORE, np.int32),
@@ -53,10 +53,10 @@ class Packed:
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """The places of lengths (1 to `size`) in rows: the longest first, where least room is left."""
+    """Packs lengths (1 to `size`) into rows by best-fit decreasing; returns each row's indices."""
     rows: list[list[int]] = []
-    rooms: list[int] = []  # sorted: what some row has left
-    having = defaultdict(list)  # the rows with that room
+    rooms: list[int] = []  # sorted: the distinct free spaces of rows
+    having = defaultdict(list)  # {free space: its rows}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if (at := bisect_left(rooms, lengths[i])) == len(rooms):
             row, room = len(rows), size

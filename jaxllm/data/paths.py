@@ -109,9 +109,9 @@ def by_split(kind: str, found: Found, given: Found | None = None) -> tuple[Found
     given: the files of data.val_path; then only these validate.
 
     Words like train, validation and test in the name of a file or folder say it; for shards, val.
-    The README.md of a dataset on the Hub comes before names.
-    Files without such a word are left out beside train files, and else trained on.  Texts then are
-    all trained on: a folder of code may have tests and a train.py (READMEs, licenses do not count).
+    The README.md of a dataset on the Hub takes precedence over names.
+    Files without such a word are left out if there are train files, else trained on.  If a text has
+    none, all are trained on: code may have tests and a train.py (READMEs, licenses do not count).
     """
     groups = {"train": [], "val": [], "test": [], "no": []}
     usual = "train" if kind == "shards" else "no"
@@ -263,7 +263,7 @@ def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
         with open(path, "rb") as file:
             if (head := file.peek(4)[:4]).startswith(b"\x1f\x8b"):
                 yield BufferedReader(gzip.GzipFile(fileobj=file)), file
-            # A frame of data, or one that a reader skips, such as pzstd's.
+            # A data frame, or a skippable frame, such as pzstd's.
             elif head == b"\x28\xb5\x2f\xfd" or (head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
                 import pyarrow
 

@@ -33,7 +33,7 @@ class _Split:
     def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
         self._shards, tokens = state
-        # Some may be newer than the state.
+        # Some shards may be newer than the state.
         for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.partial")):
             if (index := int(path.stem.rpartition("_")[2])) == self._shards and tokens:
                 path.rename(self._partial(index))

@@ -84,8 +84,8 @@ def open_shard(path: Path) -> np.ndarray:
 def check_shard(path: Path, cache: Path, vocab_size: int, written: str | None = None) -> str:
     """Returns the SHA-256 of a shard's tokens; reads them once and caches the result.
 
-    Raises InputError if it differs from `written`, where that is known, and, with the position of
-    the largest token, if that token is not below `vocab_size`.
+    Raises InputError if the hash differs from `written` (None: unknown), or if the largest token is
+    not below `vocab_size`; the error gives its position.
     """
 
     def scan() -> dict:

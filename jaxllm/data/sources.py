@@ -42,10 +42,10 @@ _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut her
 class Record(NamedTuple):
     """An object of JSON lines, or a row of parquet or Arrow."""
 
-    document: str  # as of a Piece
+    document: str  # as in Piece
     where: str  # its file and line, for errors
     values: dict[str, Any]
-    done: int  # as of a Piece
+    done: int  # as in Piece
 
 
 class Piece(NamedTuple):
@@ -99,11 +99,11 @@ class Source:
                 yield piece
 
     def records(self, columns: Collection[str]) -> Iterator[Record]:
-        """Yields objects and rows; columns: are read from parquet."""
+        """Yields the objects of JSON lines, or rows of parquet and Arrow with only `columns`."""
         return self._each(partial(self._records, columns))
 
     def _each(self, read: Callable[[str, Path], Iterator[Any]]) -> Iterator[Any]:
-        """What `read` yields for each file, `done` with the size of the files before it."""
+        """Yields from `read` for each file, and adds the sizes of earlier files to `done`."""
         before = 0
         for name, path in self.files:
             for part in read(name, path):
@@ -190,7 +190,7 @@ def _lines(name: str, path: Path) -> Iterator[Record]:
 
 def _object(line: bytes, where: str) -> dict:
     try:
-        # The parser alone takes the last of two values under one name, without a word.
+        # By default the parser silently keeps the last of two values under one name.
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
@@ -270,7 +270,7 @@ def _check_encoding(path: Path, start: bytes) -> None:
         if start[at : at + len(mark)] == mark:
             fix = "run git lfs pull" if kind == _LFS else "unpack it; gzip and zstd are read as is"
             raise InputError(f"{path} is {kind}, not text: {fix}")
-    # Found by a byte order mark, or by the places of zeros, of which UTF-8 may have some.
+    # Detected by a byte order mark, or by where zeros are; UTF-8 may have a few zeros, too.
     few = start.count(0) * 4 < len(start)
     encoding = json.detect_encoding(start.replace(b"\0", b" ") if few else start)
     if not encoding.startswith("utf-8"):
