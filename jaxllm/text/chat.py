@@ -108,7 +108,7 @@ def render(
 
 
 def _opened(value: Any, read: Callable[[str], Any]) -> Any:
-    """Messages with what `read` makes of a call's arguments that are JSON text, as in OpenAI's."""
+    """Messages in which `read` parses calls' arguments that are JSON text, as in OpenAI's API."""
     if not isinstance(value, dict):
         return [_opened(x, read) for x in value] if isinstance(value, list) else value
     found = {key: _opened(value[key], read) for key in (*_CALLS, "function") if key in value}
@@ -119,7 +119,7 @@ def _opened(value: Any, read: Callable[[str], Any]) -> Any:
 
 
 def _others(key: str, value: Any) -> list[Any]:
-    """Without the last call, or with a longer text of a part: what a template shows differently."""
+    """Variants that a template should show differently: one call less, or a part's text longer."""
     if key != "content":
         return [value[:-1] if isinstance(value, list) else []]
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Reads a folder's tokenizer and what the files beside it say about its tokens.
 
-Hugging Face spreads this over several files; where two of them disagree, transformers' order holds.
+Hugging Face spreads this over several files; where two disagree, transformers' precedence applies.
 A run's folder has the same files, but token_ids.json (`IDS`) in place of config.json.
 """
 
@@ -17,7 +17,7 @@ from jaxllm.errors import InputError
 from jaxllm.files import on_hub, read_json, write_whole
 
 TOKENIZER = "tokenizer.json"
-IDS = "token_ids.json"  # what config.json says of tokens and how they are chosen
+IDS = "token_ids.json"  # config.json's keys about tokens and sampling
 GENERATION = "generation_config.json"
 COMPANIONS = (
     "tokenizer_config.json special_tokens_map.json added_tokens.json"
@@ -75,7 +75,7 @@ class Pages:
 
 _NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class")
-# transformers' settings on which a text depends: those that we apply; others, and what is off.
+# transformers' settings that affect a text: those we apply; others, with the value that is off.
 APPLIED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.fromkeys(
     """top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size
@@ -87,7 +87,7 @@ OTHERS = dict(typical_p=1, num_beams=1, guidance_scale=1, max_length=20) | dict.
 
 
 def _check_types(page: dict[str, Any], path: Path) -> None:
-    """Raises InputError for ids and switches that would otherwise have no effect, or another."""
+    """Raises InputError for ids and switches that would otherwise have no or a wrong effect."""
     for key in ("bos_token_id", "eos_token_id"):
         if not all(type(i) is int for i in listed(page.get(key))):
             raise InputError(f"{path}: {key}={page[key]!r:.50} must be an id or a list of ids")
@@ -136,7 +136,7 @@ def present(folder: Path) -> bool:
 
 
 def _of_model(folder: Path) -> Path:
-    """The folder with the files about the model: of peft's adapters without any, their base."""
+    """The folder with the model's files: the base's, if a folder of peft's adapters has none."""
     own = any((folder / name).exists() for name in (GENERATION, "config.json", IDS))
     base = read_json(folder / ADAPTERS, optional=True).get("base_model_name_or_path")
     return (isinstance(base, str) and not own and find_base(folder, base)) or folder
@@ -160,7 +160,7 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
         raise InputError(f"{path}: dropout={dropout:g} makes ids random; set it to null there")
     if post := library.post_processor:
         _check_template(json.loads(post.__getstate__()), path)
-    if (kind := class_of(pages)) in _REBUILT:  # the setting holds, not the file's
+    if (kind := class_of(pages)) in _REBUILT:  # the setting overrides the file's
         spaced = bool(pages.tokenizer.get("add_prefix_space"))
         if spaced and kind in _REBUILT[:2]:  # only before the text, not before each digit, too
             library.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -203,7 +203,7 @@ def _read(path: Path, pages: Pages) -> tokenizers.Tokenizer:
 
 
 def _how_to_convert(folder: Path) -> str:
-    """How to make a tokenizer.json of another file, in a line."""
+    """A line on how to make a tokenizer.json from another file."""
     name = next(name for name in _UNREAD if (folder / name).exists())
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", (folder / name).read_bytes()):
         return (  # transformers would convert it without special tokens
@@ -211,7 +211,7 @@ def _how_to_convert(folder: Path) -> str:
             " tokenizer_config.json there, which its Hugging Face folder has above original/"
         )
     kind, more = "AutoTokenizer", ""
-    if name == "tekken.json":  # of which AutoTokenizer would write a tekken.json again
+    if name == "tekken.json":  # from which AutoTokenizer would write a tekken.json again
         more = ", bos_token='<s>', eos_token='</s>', add_bos_token=True"
         kind = "PreTrainedTokenizerFast"
     return (
@@ -258,7 +258,7 @@ def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
 
 
 def _surround(library: tokenizers.Tokenizer, pages: Pages) -> None:
-    """Makes texts begin and end with the tokens that tokenizer_config.json says."""
+    """Makes texts begin and end with the tokens that tokenizer_config.json names."""
     added = {x: pages.tokenizer.get(f"add_{x}_token") for x in ("bos", "eos")}
     bos, eos = (pages.names().get(f"{x}_token") if added[x] else None for x in added)
     single = [name for name in (bos, "$A", eos) if name]

@@ -22,7 +22,7 @@ AROUND = 512  # characters on each side of a cut that are encoded to test it
 # The setting that removes spaces before punctuation; a BPE needs the second one, too.
 _CLEANS, _FOR_BPE = "clean_up_tokenization_spaces", "_for_bpe_even_though_it_will_corrupt_output"
 _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-_UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
+_UNRELATED = ("post_processor", "truncation", "padding", "version")  # do not affect ids
 
 
 class Tokenizer:
@@ -30,7 +30,7 @@ class Tokenizer:
 
     path: a folder or a file.  If a file is not named tokenizer.json, none is read beside it.
     end_token: the name of a token that ends documents, the option data.end_token.
-    entries: of the model that reads its ids; `prompt`, `encode` and `chat` give no others.
+    entries: the model's vocabulary size; `prompt`, `encode` and `chat` refuse ids beyond it.
 
     vocab_size: largest id + 1.
     bos, eos: the tokens that the files name as the first and the last of a text.
@@ -62,7 +62,7 @@ class Tokenizer:
         of_bpe = _FOR_BPE * isinstance(library.model, models.BPE)
         self.cleans = all(map(pages.tokenizer.get, {_CLEANS, _CLEANS + of_bpe}))
 
-        self._beyond: set[str] = set()  # ids that the files name in vain
+        self._beyond: set[str] = set()  # ids that the files name, beyond the vocabulary
         before, after = self._around(vocabulary)
         if (largest := max([*before, *after], default=0)) >= self.vocab_size:
             raise InputError(
@@ -107,8 +107,8 @@ class Tokenizer:
     def _named(self, kind: str, otherwise: list[int]) -> int | None:
         """The id of the tokenizer's bos or eos token.
 
-        A name, even null, comes before the ids of config.json, and these before `otherwise`, what
-        the post-processor adds or the only special token.
+        A name, even null, takes precedence over the ids of config.json, and these over `otherwise`:
+        what the post-processor adds, or the only special token.
         """
         if f"{kind}_token" in (names := self._pages.names()):
             name = names[f"{kind}_token"]
@@ -124,7 +124,7 @@ class Tokenizer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of all on which the ids of a text depend, whatever the file's formatting."""
+        """SHA-256 of all that a text's ids depend on, independent of the file's formatting."""
         return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
 
     def _content(self, *without: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Tokenizer:
 
     @functools.cached_property
     def sampling(self) -> dict[str, Any]:
-        """What the folder sets of `Sampling`; do_sample=true alone is temperature 1, top_k 50."""
+        """The folder's settings of `Sampling`; do_sample=true alone is temperature 1, top_k 50."""
         page = self._pages.sampling
         used = {key: page[key] for key in files.APPLIED if page.get(key) is not None}
         if (samples := used.pop("do_sample", None)) is None:
@@ -207,9 +207,9 @@ class Tokenizer:
         return self._encoded(text, special=special).ids
 
     def _encoded(self, text, encode: Any = None, *, special=True, around=False) -> Any:
-        """What `encode`, or another method of the library, makes of a text or of several.
+        """The result of `encode`, or of another method of the library, for one text or several.
 
-        special: whether names of special tokens are these; around: with the post-processor's ids.
+        special: whether special tokens' names become these; around: with the post-processor's ids.
         """
         self._library.encode_special_tokens = not special
         try:

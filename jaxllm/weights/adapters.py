@@ -1,4 +1,4 @@
-"""Low-rank adapters and the frozen weights (the base) that they adapt: of a run, or as peft's.
+"""Low-rank adapters and the frozen weights (the base) that they adapt, from a run or from peft.
 
 A run with `model.lora` stores only its adapters, and the path, step and checksum of its base.  A
 folder of peft (https://github.com/huggingface/peft) has the same in two files:
@@ -35,7 +35,7 @@ from jaxllm.weights.run import RunWeights
 from pallas_kernels.quantized.formats import dequantize
 
 PAGE, ARRAYS = ADAPTERS, "adapter_model.safetensors"
-# What a page of peft may say besides what is off: it is read below, or changes no result.
+# Keys that peft's page may set: they are read below, or do not affect the result.
 _FREE = set(
     """auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern
     layers_to_transform lora_alpha lora_dropout megatron_core peft_version
@@ -49,10 +49,10 @@ class Base(NamedTuple):
     path: str
     step: int | None  # of a run
     checksum: str
-    packed: str | None = None  # how, if it is a folder of packed weights; None: an older page
+    packed: str | None = None  # how it is packed, "" if it is not; None: an older page
 
     def check(self, checksum: str, packed: str | None) -> None:
-        """Raises InputError unless the base that was loaded has this checksum, packed as then."""
+        """Raises InputError unless the loaded base's checksum and packing equal this one's."""
         if self.checksum != checksum:
             raise InputError(
                 f"the base {self.path} changed since the adapters were trained (checksum"
@@ -71,7 +71,7 @@ class AdapterWeights:
     config: ModelConfig  # of the model with the adapters
     base: HuggingFaceWeights | RunWeights | PackedWeights
     arrays: dict[str, np.ndarray]
-    expected: Base | None  # that they were trained on; None where a peft folder does not say
+    expected: Base | None  # the base in training; None if a peft folder does not say
     run: Config | None = None  # None for a peft folder
     step: int = 0
 
@@ -119,9 +119,9 @@ class AdapterWeights:
         return map_params(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
 
     def _merged(self, name: str, x: np.ndarray) -> Any:
-        """A parameter of the base with its adapter; x: in float32, as the base's folder has it."""
+        """A parameter of the base merged with its adapter; x: the stored parameter in float32."""
         rounded = self.run is not None or self.packing is not None  # peft rounds none
-        if rounded and x.ndim > 1 and not isinstance(self.base, PackedWeights):  # as it was held
+        if rounded and x.ndim > 1 and not isinstance(self.base, PackedWeights):  # as in training
             if own := self.packing and self.packing.of(name, x.shape):
                 x = np.asarray(dequantize(own.pack(jnp.asarray(x))))
             else:
@@ -150,7 +150,7 @@ def load_base(
     arrays, sums = {}, {}
     for name, x in zip(variables, params_in_turn(base, variables), strict=True):
         if own := packing and packing.of(name, x.shape):
-            x = jnp.asarray(x)  # once, for the checksum and to be packed
+            x = jnp.asarray(x)  # moved once, for the checksum and the packing
         sums |= array_checksums({name: x})
         x = x if merge is None else merge(name, x)
         sharding = at[name].get_value()

@@ -86,7 +86,7 @@ def check_losses(checkpoints: Path) -> None:
             check_digest(page := json.loads(path.read_text()), "val_loss")
             if str(page.get("step", folder := path.parents[1].name)) != folder:  # older have none
                 raise ValueError(f"its validation loss is of step {page['step']}")
-        except FileNotFoundError:  # the run goes on meanwhile
+        except FileNotFoundError:  # the run goes on and may delete it
             continue
         except (OSError, ValueError) as e:
             fix = f"delete {path}, then only its validation loss is lost"
@@ -105,7 +105,7 @@ def tokenizer_digest(folder: Path) -> dict[str, Any]:
 def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: str) -> None:
     """Raises InputError if a folder's files, which may be edited, do not fit their page.
 
-    model: in its config.yaml, with what no shape shows, such as norm_eps or the scale of adapters.
+    model: from its config.yaml; norm_eps and the adapters' scale, for example, show in no shape.
     """
     ours, saved = flat(model.model_dump()), flat(page.get("config", {}).get("model", {}))
     for key in sorted(saved.keys() & ours.keys() - FREE - {"max_seq_len"}):
@@ -114,7 +114,7 @@ def check_folder(folder: Path, page: dict[str, Any], model: ModelConfig, where: 
                 f"model.{key}={ours[key]!r} in {folder / 'config.yaml'} differs from"
                 f" {saved[key]!r} of {where}; change it back"
             )
-    known = page.get("tokenizer_json")  # earlier versions have none: nothing to read the file for
+    known = page.get("tokenizer_json")  # None in earlier versions: nothing to compare
     if known is None or not (found := tokenizer_digest(folder)):
         return
     for name, digest_then in page.get("text_files", {}).items():

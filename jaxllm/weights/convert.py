@@ -77,7 +77,7 @@ def convert(args: argparse.Namespace, packing) -> None:
     """
     from jaxllm.weights import adapters, pretrained
 
-    source, out = args.source, args.out.absolute()  # what is printed works in every directory
+    source, out = args.source, args.out.absolute()  # printed commands work in every directory
     dtype, merge = args.dtype, args.merge
     plain = out.is_dir() and not out.is_symlink() and not out.is_mount()  # may be renamed over
     if out.exists() and not (plain and not any(out.iterdir())):
@@ -113,7 +113,7 @@ def convert(args: argparse.Namespace, packing) -> None:
 
 
 def train_section(model: ModelConfig) -> TrainConfig:
-    """How a model from the folder of others is trained, where nothing else is said."""
+    """The default training settings for a model from another library's folder."""
     return TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len))
 
 
@@ -124,7 +124,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
 
     tokenizer = str(out / "tokenizer.json") if _copy_text(weights, folder) else None
     run, model = weights.run, weights.config
-    if run is None:  # the folder of others
+    if run is None:  # another library's folder
         init_from = str(out if packing is None else weights.folder)
         run = Config(
             model=model.model_copy(update={"init_from": init_from}),
@@ -143,7 +143,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if weights.run is not None:
         adapters.write_peft(weights, folder)
         said = f"the adapters of step {weights.step} as a folder of peft"
-        if weights.packing:  # whoever reads the folder gets other losses, in few bits quite others
+        if weights.packing:  # without this packing losses differ, in few bits a lot
             said += f", which cannot say that their base was {weights.packing}; --merge keeps that"
         if isinstance(weights.base, huggingface.HuggingFaceWeights):
             return said
@@ -174,7 +174,7 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
 
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:
-    """Copies what a folder says about text; None, said on the screen, if no tokenizer is read."""
+    """Copies a folder's files about text; prints why and returns None if no tokenizer is read."""
     folder, run = weights.text, weights.run
     try:
         if not present(folder):

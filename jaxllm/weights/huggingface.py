@@ -30,7 +30,7 @@ from jaxllm.weights.places import places, tied
 
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
-# Tensors.  NumPy converts and transposes without Python's lock: 14336x4096 in 0.25 to 0.7 s.
+# Tensors read ahead.  NumPy converts and transposes without the GIL: 14336x4096 in 0.25 to 0.7 s.
 AHEAD = 4
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -96,9 +96,9 @@ class HuggingFaceWeights:
         return x
 
     def params(self, names: Iterable[str]) -> Iterator:
-        """`param` of each name, in order; a GPU, in the only process, converts a block's.
+        """`param` of each name, in order; a single process converts those of blocks on a GPU.
 
-        The embedding and the head of an 8B would take more memory there than its packed blocks.
+        The embedding and the head of an 8B would take more GPU memory than its packed blocks.
         """
         alone = jax.process_count() == 1 and jax.default_backend() == "gpu"
         read = lambda name: self.param(name, on_device=alone and name.startswith("blocks."))
@@ -176,7 +176,7 @@ def read_ahead(read: Callable[[Any], Any], keys: Iterable) -> Iterator:
 
 
 def _same(a, b) -> bool:
-    """Whether slices of safetensors are equal; those that `_check` refuses by their dtype are."""
+    """Whether slices of safetensors are equal; True for dtypes that `_check` refuses."""
     if {a.get_dtype(), b.get_dtype()} - {*DTYPES.split()}:
         return True
     rows, *_ = (*a.get_shape(), 0)

@@ -66,7 +66,7 @@ _LLAMA = _Kind(
     },
     implied={"qkv_bias": False, "qk_norm": False},
 )
-_windowed = lambda heads, length: {  # heads, length: by default of their type
+_windowed = lambda heads, length: {  # heads, length: the type's defaults
     **_LLAMA.keys,
     "window": ("sliding_window", 4096),
     "n_kv_heads": ("num_key_value_heads", heads),
@@ -341,8 +341,8 @@ def config_json(config: ModelConfig, dtype: str, source: str = "") -> dict[str, 
     # A window as long as the longest text has no effect.
     window = getattr(config, "window", None)
     window = None if (window or 0) >= config.max_seq_len else window
-    # transformers' Llama has no window, heads that divide the width, and a tokenizer that it builds
-    # anew; its Mistral need not.
+    # transformers' Llama has no window, needs heads that divide the width, and rebuilds the
+    # tokenizer; its Mistral has none of these limits.
     mistral = window or config.d_model % config.n_heads or source == "mistral"
     name, kind = kinds[-1] if mistral else kinds[0]
     for key, value in (("window", window), ("softcap", getattr(config, "softcap", None))):

@@ -40,7 +40,7 @@ from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
-VERSION = 2  # of the packing; a kernel with another one gets another number
+VERSION = 2  # of the packing; a kernel that reads another packing changes it
 GATES = ("vlstm.i.weight", "vlstm.f.weight")
 HEAD, TABLE = "head.weight", "embedding.wte"
 
@@ -58,7 +58,7 @@ class Packing(NamedTuple):
         """How a parameter is packed; None: not at all."""
         if name == HEAD and self.head is not None:
             format, bits = self.head
-            # Only int has offsets; asymmetric blocks with a head in fp8 are no contradiction.
+            # Only int has offsets; asymmetric blocks may have an fp8 head.
             return Packing(format, bits, self.group, self.symmetric or format != "int")
         matrix = name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2
         return self._replace(head=None) if matrix and not name.endswith(GATES) else None
@@ -77,7 +77,7 @@ class Packing(NamedTuple):
 
 @functools.cache  # a model has few shapes
 def _packed(packing: Packing, shape: tuple[int, ...]) -> QuantizedWeight:
-    """The shapes of a packed matrix.  Raises ValueError if it cannot be packed so."""
+    """The shapes of a packed matrix.  Raises ValueError if it cannot be packed."""
     return jax.eval_shape(packing.pack, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
@@ -106,7 +106,7 @@ def base_packing(config: ModelConfig) -> Packing | None:
 
 
 def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
-    """Shapes of a model's weights as they are held where no gradient changes them.
+    """Shapes of a model's weights as they are held while frozen.
 
     Matrices are packed, or in the compute dtype (bfloat16 beside packed ones); vectors in float32.
     """
@@ -135,7 +135,7 @@ Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
 
 
 def layout(config: ModelConfig, packing: Packing) -> Layout:
-    """{our path: {name in the file: (shape, dtype)}}; raises InputError if it cannot be."""
+    """{our path: {name in the file: (shape, dtype)}}; raises InputError if packing fails."""
     found: Layout = {}
     params = named_params(nnx.eval_shape(lambda: create_packed(config, packing)))
     for name, param in params.items():
@@ -175,7 +175,7 @@ def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, a
     about: further keys of packed.json, with `step`.
     """
     parts, tied = layout(config, packing), abstract(config, "none").head is None
-    plain, sums = {}, {}  # checksums of what is not packed; of all before packing or rounding
+    plain, sums = {}, {}  # checksums of unpacked arrays; of all before packing or rounding
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
@@ -202,7 +202,7 @@ def write_packed(folder: Path, config: ModelConfig, packing: Packing, weights, a
 class PackedWeights:
     """The packed weights in a folder, checked against its config.yaml on opening.
 
-    run, config, step: as of the checkpoint that was packed.
+    run, config, step: of the checkpoint that was packed.
     source: the checksum of its parameters in float32.
     """
 

@@ -106,7 +106,7 @@ def map_params(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> n
 
 
 def _table(blocks: str, table: str) -> tuple[list[Place], list[Place]]:
-    """(places of the model, of each block); blocks: what begins the names of a block's tensors."""
+    """(places of the model, of each block); blocks: the prefix of a block's tensor names."""
     whole, block = [], []
     for row in table.strip().splitlines():
         name, dims, ours, *form = (part.strip() for part in row.split("|"))

@@ -84,7 +84,7 @@ def check_weights(weights: Weights, config: Config) -> None:
 
 
 def _check_base(weights: Weights, model: ModelConfig) -> None:
-    """Raises InputError if packed weights or adapters are not what the model makes of them."""
+    """Raises InputError if packed weights or adapters do not match the model's settings."""
     lora, where = model.adapters, f"model.init_from={weights.folder}"
     if isinstance(weights, PackedWeights):
         held = f"{where} holds packed weights ({weights.packing})"

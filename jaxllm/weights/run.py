@@ -42,7 +42,7 @@ class RunWeights:
         self._check()
 
     def read(self, names: Iterable[str], like: dict[str, Any] | None = None) -> dict[str, Any]:
-        """{our dotted path: float32 array} of some parameters, whose checksums are right.
+        """{our dotted path: float32 array} of some parameters; checks their checksums.
 
         like: {our dotted path: an array's shape and sharding}; None: for NumPy's arrays.
         """
@@ -62,8 +62,8 @@ class RunWeights:
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """{our dotted path: array} of all names in `abstract`, with its shardings and dtypes.
 
-        Where these are not all float32, as the checkpoint is, the devices hold the float32 arrays
-        of one block at a time.
+        If the dtypes are not all float32, like the checkpoint's, the devices hold the float32
+        arrays of one block at a time.
         """
         plain, parts = all(leaf.dtype == np.float32 for leaf in abstract.values()), {}
         for name in abstract:
