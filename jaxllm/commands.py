@@ -68,7 +68,7 @@ def run(name, words=None):
     terminal.protect_streams(lossy=name == "train")
     with terminal.ended_by_interrupt():
         command = importlib.import_module(COMMANDS[name][0]).main
-        if name not in ("chat", "convert", "data"):  # those clean up, or go on
+        if name not in ("chat", "convert", "data"):  # on Ctrl-C these clean up or go on
             return command(words)
     return command(words)
 

@@ -1,4 +1,4 @@
-"""The exceptions that a command reports as one line and an exit status; Orbax's in short."""
+"""The exceptions that a command reports as one line and an exit status; Orbax's errors in short."""
 
 import contextlib
 import functools

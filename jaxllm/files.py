@@ -1,4 +1,4 @@
-"""Text of any system, atomic writes, and locks that the system frees when their process dies."""
+"""Text files of any system, atomic writes, and locks that are freed when their process dies."""
 
 import codecs
 import contextlib
@@ -38,7 +38,7 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def own(folder: Path) -> Iterator[Callable[[], bool]]:
     """Creates a folder, if need be, and locks it against other processes that write there.
 
-    Yields whether the folder is still there: another process may have replaced a deleted one.
+    Yields a function: whether the folder is still ours, not deleted and perhaps made anew.
     At the end, removes the folder if it was created here and is empty: the work was refused.
     Raises InputError if another process holds the lock, or if the folder is not writable.
     """
@@ -71,7 +71,7 @@ def _remove_unused(path: Path, new: list[Path]) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `folder` at the end; after an error it is removed.
 
-    Raises OSError if `folder` exists then, except as an empty folder.
+    Raises OSError if `folder` exists at the end and is not an empty folder.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
     try:
@@ -83,7 +83,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether a path, which need not exist, is a folder or lies in it, whatever links they have."""
+    """Whether a path, which need not exist, is a folder or lies in it, with all links resolved."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 

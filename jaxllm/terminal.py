@@ -17,7 +17,7 @@ def counted(number: int, what: str) -> str:
 
 
 class _Lossy(io.FileIO):
-    """A stream that takes all text: what a full disk or a closed terminal does not take is lost."""
+    """A stream that accepts all text; text that a full disk or closed terminal refuses is lost."""
 
     def write(self, content):
         with contextlib.suppress(OSError):
@@ -35,8 +35,8 @@ def lossy_stream(number: int, encoding: str) -> io.TextIOWrapper:
 def protect_streams(lossy: bool) -> None:
     """Makes printing safe, whatever standard output and standard error are.
 
-    A character that the encoding lacks is escaped; a closed stream becomes /dev/null, as its number
-    would otherwise go to the next file.  Standard error never raises; input marks odd bytes.
+    A character that the encoding lacks is escaped; a closed stream becomes /dev/null, or the next
+    file would get its descriptor.  Standard error never raises; undecodable input is kept escaped.
     lossy: standard output never raises either: a run outlives its reader and its terminal.
     """
     for number in range(3):

@@ -46,7 +46,7 @@ def read(argv: list[str] | None) -> argparse.Namespace:
         if config.mesh.distributed or args.process is not None:
             raise InputError("several processes need --out_dir: a directory that all of them see")
         name = f"runs/{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = map(Path, (name, *(f"{name}-{i}" for i in range(2, 99))))  # runs of one second
+        names = map(Path, (name, *(f"{name}-{i}" for i in range(2, 99))))  # same second
         args.out_dir = next((path for path in names if not os.path.lexists(path)), Path(name))
     check_free(args.out_dir)
     args.config = config
@@ -54,7 +54,7 @@ def read(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _path(text: str) -> Path:
-    if not text:  # of an unset variable; Path would take it as the current directory
+    if not text:  # from an unset variable; Path would take it as the current directory
         raise argparse.ArgumentTypeError("it is empty; name a file or a folder")
     return Path(text).expanduser()  # a shell leaves ~ as it is in quotes and after =
 
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
     def option(self, spec: str, help: str, *, among=None, **options: Any) -> None:
         """Adds an option as --help lists it: "--step N", or the flag "--chat".
 
-        The word for the value says its type, as _TYPES has it, or lists its choices: "a|b".
+        The value's placeholder names its type, a key of _TYPES, or lists its choices: "a|b".
         help: ends with the default, if there is one.
         among: a group of options that exclude each other.
         """
@@ -192,7 +192,7 @@ def exit_status(
 
 
 def _no_device() -> str | None:
-    """Why JAX has no device, which makes whatever needs one fail, or None."""
+    """Why JAX has no device, or None if it has one."""
     if not (platforms := os.environ.get("JAX_PLATFORMS")) or "jax" not in sys.modules:
         return None
     import jax
@@ -272,7 +272,7 @@ def check_free(out_dir: Path) -> None:
 
 
 def holds(folder: Path) -> str | None:
-    """What a folder holds already that another command must not write into, or None."""
+    """What a folder already holds, which no other command may overwrite, or None."""
     known = {"packed.json": "packed weights", "adapter_config.json": "adapters for peft"}
     known |= {"config.json": "a model", "checkpoints/0": "weights from jaxllm convert"}
     known |= dict.fromkeys(("config.yaml", "metrics.jsonl", "checkpoints"), "a run")
@@ -282,7 +282,7 @@ def holds(folder: Path) -> str | None:
 
 
 def check_writable(folder: Path, name: str = "", *, checkpoints: bool = False) -> None:
-    """Raises InputError if `folder` neither is a writable folder nor can be created."""
+    """Raises InputError unless `folder` is a writable folder or can be created."""
     refuse = f"{name}{folder} cannot be created"
     # Orbax, which globs and encodes the path, would lose all arrays below a folder [a].
     odd = checkpoints and re.search(r"[*?[\\\ud800-\udfff]", os.path.realpath(folder))

@@ -121,7 +121,7 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"section.key": value} of sections in sections, and of each that it is one."""
+    """{"section.key": value} of nested sections; a section's own value is "a section"."""
     found = {}
     for name, value in values.items():
         found[prefix + name] = "a section" if isinstance(value, dict) else value
@@ -131,7 +131,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse(key: str, text: str, annotation: Any) -> Any:
-    """The value of a command line's word for a key; raises InputError."""
+    """The value of a key from its text on the command line; raises InputError."""
     if text.lower() in ("null", "none") and type(None) in get_args(annotation):
         return None
     try:

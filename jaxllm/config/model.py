@@ -38,9 +38,8 @@ class Section(BaseModel):
 class RopeScaling(Section):
     """Llama 3.1's scaling of the low rotary frequencies to longer contexts.
 
-    It repeats the op's RopeScaling with limits and descriptions, because importing that one would
-    import JAX, which takes seconds, before the configuration is checked.  A test keeps the two in
-    step.
+    It repeats the op's RopeScaling with limits and descriptions, because importing the op would
+    import JAX, which takes seconds, before the configuration is checked.  A test keeps both equal.
     """
 
     factor: float = Field(
@@ -183,7 +182,7 @@ class Llama3Config(AttentionConfig):
     d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
     qkv_bias: bool = Field(False, description="biases of the q, k and v projections (Qwen2)")
     qk_norm: bool = Field(False, description="RMS norm of query and key heads before RoPE (Qwen3)")
-    rope_theta: Annotated[float, Field(ge=1e-9, le=1e30)] = Field(  # the op's is 2^-30
+    rope_theta: Annotated[float, Field(ge=1e-9, le=1e30)] = Field(  # the op's limit is 2^-30
         500000.0, description="base of the rotary frequencies"
     )
     rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's scaling; null: none")

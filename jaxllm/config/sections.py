@@ -71,7 +71,7 @@ class DataConfig(Section):
         description="what is done with a conversation of more than train.seq_len + 1 tokens",
     )
     shuffle: bool = Field(True, description="draw a new random order of the samples each epoch")
-    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(  # batches fill the memory
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(  # more batches may fill the memory
         8, description="number of batches to read ahead; 0: none"
     )
 

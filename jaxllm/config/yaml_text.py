@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, value in node.value:
             if key_node.tag.endswith(":merge"):  # <<: *anchor, whose keys others may override
-                if value.id == "sequence":  # of which PyYAML 6.0.4 takes the last, others the first
+                if value.id == "sequence":  # PyYAML 6.0.4 prefers the last, others the first
                     raise yaml.YAMLError(f"<< takes one anchor, not a list{key_node.start_mark}")
                 continue
             if not isinstance(key := self.construct_object(key_node, deep=True), str):
