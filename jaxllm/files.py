@@ -38,7 +38,7 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def own(folder: Path) -> Iterator[Callable[[], bool]]:
     """Creates a folder, if need be, and locks it against other processes that write there.
 
-    Yields a function: whether the folder is still ours, not deleted and perhaps made anew.
+    Yields a function that tells whether the folder is still this one, not deleted or replaced.
     At the end, removes the folder if it was created here and is empty: the work was refused.
     Raises InputError if another process holds the lock, or if the folder is not writable.
     """

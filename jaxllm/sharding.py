@@ -7,7 +7,7 @@ axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves the data.
 
 Device i of N on the context axis has the i-th part of every sequence.  Attention and the vLSTM need
 whole sequences, but only one head at a time: `split_heads` before them and `split_sequence` after
-them exchange the two (Jacobs et al. 2023, "DeepSpeed Ulysses"; alternatives: several-gpus.md).
+them switch between both (Jacobs et al. 2023, "DeepSpeed Ulysses"; alternatives: several-gpus.md).
 
 Kernels cannot be partitioned by XLA: plain jit would gather a sharded input and run the whole
 kernel on every device, without an error.  `per_device` therefore wraps ops in `jax.shard_map`.
@@ -254,7 +254,7 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     """Constrains the sharding of an activation; does nothing on one device."""
     if one_device():
         return x
-    # In jit, as JAX would refuse an array that is on one device.
+    # Inside jit, because outside JAX would refuse an array that is on one device.
     return jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)(x, P(*axes))
 
 

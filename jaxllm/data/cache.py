@@ -25,8 +25,8 @@ def cache_folder(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")  # as XDG says
-    if not os.path.isabs(base):  # of a user without HOME and without an entry in passwd
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")  # XDG's default
+    if not os.path.isabs(base):  # a user without HOME and without an entry in passwd
         raise InputError("no home directory for the cache: set HOME, or XDG_CACHE_HOME to a folder")
     return Path(base) / "jaxllm"
 
@@ -50,8 +50,8 @@ def keep_compiled() -> None:
 
 
 def _trim(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another process deletes them
-        paths = [*folder.glob("*-cache"), *folder.glob("*.step*")]  # also what kills have left
+    with contextlib.suppress(OSError):  # another process may delete them
+        paths = [*folder.glob("*-cache"), *folder.glob("*.step*")]  # also remains of kills
         files = [(path, path.stat()) for path in paths]
         files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
         excess = sum(stat.st_size for _, stat in files) - _COMPILED

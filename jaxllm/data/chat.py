@@ -155,7 +155,7 @@ def _added(tokenizer: Tokenizer, show: Callable, text: str, i: int) -> tuple[int
     """The span of message i in the text of the whole conversation, without its heading."""
     until = show(i + 1)[0]
     heading = "" if i else show(1, True)[0].removeprefix(until)
-    if heading and heading in until:  # a template may say more before a first message, or need one
+    if heading and heading in until:  # a template may put more before a first message, or need one
         before = until[: until.index(heading) + len(heading)]
     else:  # R1's heading asks for thoughts that messages do not have; then it has loss, too
         before = next((x for a in (True, False) if until.startswith(x := show(i, a)[0])), None)

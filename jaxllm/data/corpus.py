@@ -32,7 +32,7 @@ class Part(NamedTuple):
     pieces: int
     done: int  # bytes of the source's files read so far
     ids: np.ndarray = np.zeros(0, np.uint32)
-    names: int = 0  # of special tokens in the text
+    names: int = 0  # number of special tokens' names in the text
 
 
 def encode(
@@ -42,7 +42,7 @@ def encode(
 
     Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
     between `tokenizer.begin` and `tokenizer.finish`.
-    special: what the names of special tokens in a text are: "tokens" or "text".
+    special: how to read the names of special tokens in a text: as "tokens" or as "text".
     skip: pieces that are encoded already.
     """
     are_tokens, count = special == "tokens", tokenizer.count_special
@@ -135,7 +135,7 @@ def cached_tokens(
 
     parts: (a description for people, the documents, the fraction of them that val.bin gets, chosen
         by a hash of their names).
-    special: what names of special tokens in the text are, for `encode`.
+    special: how to read the names of special tokens in the text, as for `encode`.
     """
 
     def encoded(what: str, source: Source) -> Iterator[Part]:

@@ -45,7 +45,7 @@ def open_dataset(run: Config, *, training: bool = True) -> Dataset:
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
-            if val_found.files:  # which are never trained on
+            if val_found.files:  # never trained on
                 _check_length("data.path", train, seq_len + 1, "of one window (seq_len + 1)")
             train, val = _split(train, val, seq_len, given=config.val_path is not None)
             what += f", {len(train):,} training and {counted(len(val), 'validation token')}"

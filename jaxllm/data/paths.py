@@ -34,9 +34,9 @@ _SPLITS = {word: words.split()[0] for words in _WORDS for word in words.split()}
 _ABOUT = "readme", "license", "licence", "copying", "notice", "citation", "changelog"
 # Files beside the data of a dataset; the Hub and datasets' load_from_disk skip them, too.
 _CARDS = r"(dataset_infos?|dataset_dict|state|config)\.json|cache-\w+\.arrow"
-PREPARED = "chat.json", "conversations.chat"  # in a folder of conversations that are encoded
+PREPARED = "chat.json", "conversations.chat"  # in a folder of encoded conversations
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
-# Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
+# Leaves out what is no code to learn from: tests, character tables (a fifth of all text), installed
 # packages, and build outputs, which differ from machine to machine.
 _NOT_STDLIB = frozenset(
     "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()

@@ -20,12 +20,12 @@ from jaxllm.errors import InputError
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
-_CSV = (  # which may begin with a byte order mark, and have fields of any length
+_CSV = (  # a CSV may begin with a byte order mark, and have fields of any length
     'python -c "import csv, json, sys; csv.field_size_limit(sys.maxsize); [print(json.dumps(row))'
     " for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'),"
     " delimiter='{0}')]\" {1} > {2}"
 )
-_NOT_TEXT = (  # (where, bytes that no text has there, what has them)
+_NOT_TEXT = (  # (offset, bytes that no text has there, the format that has them)
     (257, b"ustar", "a tar archive"),
     (0, b"PK\3\4", "a zip archive"),
     (0, b"\xfd7zXZ\0", "compressed with xz"),
@@ -159,7 +159,7 @@ class Source:
     def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
         for document, where, values, done in self._records([column], name, path):
-            if isinstance(text := values.get(column, 0), bytes):  # of parquet
+            if isinstance(text := values.get(column, 0), bytes):  # from parquet
                 try:
                     text = text.decode()
                 except UnicodeDecodeError as error:
@@ -192,7 +192,7 @@ def _object(line: bytes, where: str) -> dict:
     try:
         # By default the parser silently keeps the last of two values under one name.
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:  # its own text counts lines from here
+    except json.JSONDecodeError as error:  # its message would count lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
             " object (jq -c . writes them)"
@@ -253,7 +253,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value of one of Arrow's types, without the nulls of structs for keys that a row lacks."""
+    """A value of an Arrow type, without the nulls that structs have for keys that a row lacks."""
     if value is not None and getattr(kind, "extension_name", None) == "arrow.json":  # datasets'
         return json.loads(value)
     if isinstance(value, dict):

@@ -153,7 +153,7 @@ def stream_tokens(
     samples = samples or [(row, 0) for row in range(len(prompts))]
     streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
-    place = getattr(jax.tree.leaves(params)[0], "sharding", None)  # or an array of NumPy
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)  # None for a NumPy array
     # On several devices only XLA knows how the caches are sharded.
     if blocks and isinstance(place, jax.NamedSharding) and place.num_devices == 1:
         lowered = first.lower(params, matrices, tokens, lengths, streams)

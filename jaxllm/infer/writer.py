@@ -24,7 +24,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete characte
 class Writer:
     """A model on one device, and its tokenizer.
 
-    args: what `generate.checked` has checked.
+    args: the result of `generate.checked`.
     config: how tokens are chosen, by the options or else by the folder.
     """
 

@@ -76,7 +76,7 @@ class Dense:
     implementation: Implementation | None
     total: jax.Array | None = None  # of its gradients so far (pallas_kernels/totals.py)
     joins = True  # whether a larger op, or a matmul of several layers, can take the matrix
-    row = None  # what row_linear takes
+    row = None  # the weight for row_linear
 
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
         """W in `dtype` (None: as stored)."""
@@ -198,7 +198,7 @@ class Linear(Layer):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """name: what `lora.targets` calls the matrix.
+        """name: the matrix's name in `lora.targets`.
 
         axes: mesh axes of the matrix as it is multiplied.
         rows_std: std of a layer sharded by rows, which writes to the residual stream; None: std.

@@ -93,7 +93,7 @@ class Block(Layer):
 
 
 class LanguageModel(Layer):
-    """A causal language model; a subclass says what its blocks are made of.
+    """A causal language model; a subclass names the parts of its blocks.
 
     norms: class of all norms; mlps: of the feed-forward layers.
     block: class of the blocks, if they are wired differently from Block.

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxllm.errors import InputError
 
-# They surround what {% generation %} renders; no text has them, as they differ in each process.
+# Marks around what {% generation %} renders; random in each process, so no text has them.
 _START, _STOP = (f"\ufdd0{secrets.randbits(128)}\ufdd0" for _ in range(2))
 _json = functools.partial(json.dumps, ensure_ascii=False)  # Jinja2's own filter escapes HTML
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -73,7 +73,7 @@ def render(
     variables = {"documents": None} | variables
     shown = lambda m, **more: _compiled(template).render(variables | {"messages": m} | more)
     try:
-        number = _START[1:-1]  # as JSON text: whether the template would quote it
+        number = _START[1:-1]  # stands for JSON text: does the template quote it?
         asked = _opened(messages, lambda _: number)
         if asked != messages and f'"{number}"' in shown(asked):
             messages = _opened(messages, json.loads)

@@ -96,7 +96,7 @@ def _check_types(page: dict[str, Any], path: Path) -> None:
 
 
 def listed(value: Any) -> list[Any]:
-    """A list as it is, another value in one, and None as an empty one."""
+    """A list unchanged, None as an empty list, any other value as a list of one."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -285,7 +285,7 @@ def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
         token.special |= token.content in names
     present = {token.content for token in [*known.values(), *new]}
     library.add_tokens([*new, *(token for token in named + more if token.content not in present)])
-    if class_of(pages) == "Qwen2Tokenizer":  # which then makes all that have a name special
+    if class_of(pages) == "Qwen2Tokenizer":  # transformers makes all its named tokens special
         library.add_tokens([AddedToken(x.content, special=True) for x in named + more])
 
 

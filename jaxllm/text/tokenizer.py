@@ -217,7 +217,7 @@ class Tokenizer:
         except TypeError as error:
             raise InputError(f"{text!r:.50} is not one text in UTF-8") from error
         except Exception as error:
-            if type(error) is not Exception:  # as where a Unigram lacks a character and unk_id
+            if type(error) is not Exception:  # such as for a Unigram without a character and unk_id
                 raise
             raise InputError(f"{self.path}: {error}") from error
 
@@ -349,9 +349,9 @@ class Tokenizer:
             )
 
     def copy_to(self, folder: Path) -> None:
-        """Writes the tokenizer.json and what belongs to it, for a run; raises InputError."""
+        """Writes the tokenizer.json and its companions, for a run; raises InputError."""
         folder.mkdir(parents=True, exist_ok=True)
-        made = not self.path.exists()  # of vocab.json and merges.txt
+        made = not self.path.exists()  # from vocab.json and merges.txt
         whole = self._library.to_str(pretty=True).encode() if made else self.path.read_bytes()
         own = files.companions(self.folder) if self.path.name == files.TOKENIZER else {}
         files.write_text({files.TOKENIZER: whole} | own, folder)
@@ -359,8 +359,8 @@ class Tokenizer:
     def export_to(self, folder: Path, model: str) -> dict[str, Any]:
         """Completes a copy for transformers; returns the token ids for its config.json.
 
-        What the folder said stays as it was.  An end that it did not name, such as data.end_token,
-        is added where transformers looks for ends; a class, if `model` is the type of another.
+        Keeps what the folder said.  Adds an end that the folder did not name, such as
+        data.end_token, where transformers looks for it, and a class if `model` implies another.
         """
         found, page = files.take_ids(folder), self._pages.generation
         generates = files.ids(page.get("eos_token_id"))

@@ -35,7 +35,7 @@ class MemoryLimit(NamedTuple):
     """Available memory."""
 
     size: int  # bytes
-    owner: str  # what has this memory
+    owner: str  # the device or machine
     devices: int  # number of our devices that share it
 
 
@@ -70,7 +70,7 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
     if trainer.config.train.grad_accum > 1:  # the float32 sum over the parts of the batch
         gradients = parameters + gradients * (not trainer.sums_in_place)
-    if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # what has no copy
+    if trainer.config.mesh.shard_optimizer and trainer.mesh.shape["data"] > 1:  # not copied
         gathered = working_memory(trainer) - copies
     return {
         "frozen": _bytes_of_one_device(state.base),
@@ -140,7 +140,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
     kept, logits = _kept_by_forward(config, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
         whole = _kept_by_forward(config.with_model(remat="none"), working, frozen, batch)[0]
-        late = trainer.mesh.size > 1 and shape["context"] == 1  # a block's gradients: `walk`
+        late = trainer.mesh.size > 1 and shape["context"] == 1  # `walk` delays gradients by a block
         kept += min(1 + late, model.n_layers) * max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
         logits *= 2  # their gradient has a byte in each of two layouts, and does not overwrite them

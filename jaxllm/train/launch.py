@@ -161,7 +161,7 @@ def print_header(trainer: Trainer, data: Dataset | None) -> None:
 def initial_state(
     trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights
 ) -> tuple[TrainState, Base | None]:
-    """(state to train from, what identifies the base of adapters).
+    """(state to train from, identity of the adapters' base).
 
     The state comes from the checkpoint of step `restored`, or is new.
     weights: the result of `open_initial_weights`.
@@ -205,7 +205,7 @@ def compile_step(
         if config.autotune and config.deterministic and jax.process_count() == 1:
             timings = compiled / "timings.txt"
         if fresh and jax.process_index() == 0:
-            (compiled / "timings.txt").unlink(missing_ok=True)  # a user may have such a folder
+            (compiled / "timings.txt").unlink(missing_ok=True)  # the folder may be the user's
     clock = time.perf_counter()
     find = functools.partial(find_or_compile, trainer, timings=timings, lowered=lowered)
     program, canary = find(trace_step), None

@@ -173,7 +173,7 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
 
 
 def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:
-    """(bytes/s that a GPU sends over an axis, what this goes through).
+    """(bytes/s that a GPU sends over an axis, through which link).
 
     The GPUs of a group that share a host share their network adapters as well.
     """

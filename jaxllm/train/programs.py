@@ -60,7 +60,7 @@ def find_or_compile(
     if timings is not None and not timings.exists() and config.model.n_layers > BLOCKS:
         config = config.with_model(n_layers=BLOCKS)
         few = _without_kernels(trace(Trainer(config, trainer.mesh, trainer.packing)))
-        lower = dispatch.rehearsal()(lower)  # the ops are counted once: here
+        lower = dispatch.rehearsal()(lower)  # only the trace above records how ops run
     program = compile_autotuned(lower, timings, few, lowered)
     if path is not None:
         write(path, program, Counter(dispatch.decisions(every=True)) - before, timings)
@@ -71,7 +71,7 @@ def _path_of_step(trainer: Trainer, name: str) -> Path | None:
     """The step's file in our cache, or None if the step is not kept.
 
     Several processes that time kernels share the times: if one of them found its step, the others
-    would wait for it forever.  Dumps that the user asks for are written only by compiling.
+    would be left waiting.  Dumps that the user asks for are written only by compiling.
     """
     times_together = jax.process_count() > 1 and not trainer.config.train.deterministic
     if jax.default_backend() != "gpu" or times_together or not cache_is_used():

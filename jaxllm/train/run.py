@@ -89,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_checkpoints(out_dir: Path, every: int) -> None:
-    """Raises InputError if a run's checkpoints are gone, not if it was killed before its first."""
+    """Raises InputError if a run's checkpoints are gone; before the first, the folder is empty."""
     folder = out_dir / "checkpoints"
     last = lambda: max((row["step"] for row in read_metrics(out_dir / "metrics.jsonl")), default=0)
     if not folder.is_dir() or (not any(folder.iterdir()) and 0 < every < last()):
@@ -187,7 +187,7 @@ class Run:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             saved, now = self.checkpoints.about(newest), config.model_dump()
-            free = command_line.RATE  # config.yaml may be newer
+            free = command_line.RATE  # config.yaml may have changed since this checkpoint
             changed = command_line.check_kept(saved.get("config", {}), now, free, out_dir)
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset)
@@ -353,7 +353,7 @@ class Run:
         return f"{text} {self._not_finite(step)}"
 
     def _not_finite(self, step: int) -> str:
-        """Names what is first not finite in the current model on a step's samples, and the fix."""
+        """The first non-finite layer of the current model on a step's samples, and the fix."""
         import jax
 
         from jaxllm.train.verify import first_not_finite

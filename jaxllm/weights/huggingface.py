@@ -96,7 +96,7 @@ class HuggingFaceWeights:
         return x
 
     def params(self, names: Iterable[str]) -> Iterator:
-        """`param` of each name, in order; a single process converts those of blocks on a GPU.
+        """`param` of each name, in order; a single process converts block parameters on a GPU.
 
         The embedding and the head of an 8B would take more GPU memory than its packed blocks.
         """

@@ -87,7 +87,7 @@ def _name(format: Format, bits: int) -> str:
 
 
 def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel:
-    """The model, with its own head if that is packed; for nnx.eval_shape."""
+    """The model, with a separate head if the head is packed; for nnx.eval_shape."""
     model = create(config)
     if packing is not None and packing.head is not None and model.head is None:
         model.head = nnx.data(Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0)))

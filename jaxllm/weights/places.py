@@ -92,7 +92,7 @@ def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
 
 
 def difference(found: dict, wanted: dict, who: str = "config.yaml requires") -> str:
-    """How a folder and its model first differ, by the name of what differs, or ""."""
+    """The first difference between a folder and its model, by name, or ""."""
     for name in [*wanted, *sorted(found.keys() - wanted.keys())]:
         has, needs = found.get(name, "not in it"), wanted.get(name, "no such name")
         if has != needs:
