@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """Some pieces of one document that are encoded as one text."""
 
     document: str
-    before: str  # the end of the document's text before them
+    before: str  # the end of the document's text before these pieces
     text: str
     begins: bool  # whether they begin the document
     ends: bool

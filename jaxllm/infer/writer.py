@@ -71,7 +71,7 @@ class Speed:
     """Fills texts with tokens, counts them, and times the full blocks after each batch's first.
 
     The first block includes the pass over the prompts and, in the first batch, compilation.  The
-    last one takes the time of a full block, whatever is left to write.
+    last block takes a full block's time, however few tokens are left.
     """
 
     def __init__(self, block: int):

@@ -186,7 +186,7 @@ class Attention(Layer):
             options: dict = dict(zip(("k_scale", "v_scale"), scales, strict=False))
             options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
             options |= dict(theta=self.rope_theta, scaling=self.rope_scaling)
-            # None, even where training asks for kernels, because this kernel has other limits.
+            # Not "mosaic", even if training asks for kernels: this kernel has other limits.
             options |= dict(implementation="xla" if self.implementation == "xla" else None)
             return decode_attention(q, keys, values, lengths, new=(k, v), **options)
 

@@ -79,9 +79,9 @@ class VLSTMLayer(Layer):
         """
         self.q.check(x, "B T C")
         divides(axis_size("tensor", "context"), self.n_heads, "tensor x context", "n_heads")
-        # o is a part of the joint matmul, but devices that share a sequence do not exchange o.
+        # The joint matmul includes o, unless devices share a sequence: they do not exchange o.
         joins = axis_size("context") == 1 and plain(self.norm, HeadLayerNorm)
-        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
+        # The gates come first: XLA fuses no gradient addition into a matmul of few columns.
         x_gates, x_joint, *x_o = fan_out(x, 2 if joins else 3)
         # One joint matmul: two would each read all of x for a few columns.  In float32: near 6,
         # bf16 has a resolution of 0.03, and the error adds up over T.
@@ -151,7 +151,7 @@ class VLSTMLayer(Layer):
         if (t := q.shape[1]) != 1:
             raise ValueError(f"T={t} tokens after the prompts: a call takes one token per row")
         q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
-        # None, even where training asks for kernels, because this kernel has other limits.
+        # Not "mosaic", even if training asks for kernels: this kernel has other limits.
         implementation = "xla" if self.implementation == "xla" else None
         h, state = vlstm_step(q, k, v, i, f, state, implementation=implementation)
         return h[:, None], state

@@ -205,7 +205,7 @@ class LanguageModel(Layer):
         for i, block in enumerate(self.blocks):
             # One block later gradient sums overlap with this block; long sequences lack the memory.
             j = i + (axis_size("context") == 1)
-            if remat != "none" and 0 < i and j < len(self.blocks):  # block 0 is the last backward
+            if remat != "none" and 0 < i and j < len(self.blocks):  # backward, block 0 is last
                 params[j], stream = in_order(nnx.state(self.blocks[j], trained), stream)
             where = positions, segment_ids, None if caches is None else caches[i]
             graph, state = nnx.split(block)  # only now: the block before may have changed it
@@ -306,7 +306,7 @@ def run_block(graph, params, remat: str, stream, *args):
         changed = lambda p, x: [*map(id, arrays(x))] != [*map(id, before.get(p, [None]))]
         stream, cache = block(*args)
         if remat in ("mlp", "attention", "block"):
-            # The backward pass keeps the input of each block: one array rather than two.
+            # Each block's input is kept for the backward pass: one array rather than two.
             stream = Stream(None, None, stream.sum())
         return stream, cache, nnx.state(block, changed)
 

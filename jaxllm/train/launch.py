@@ -194,7 +194,7 @@ def compile_step(
 ) -> tuple[Callable, Canary | None]:
     """Compiles the train step and, if asked for, the verified step; prints how the ops run.
 
-    fresh: the run starts at step 0, so the times of matmuls in `out_dir` are a killed process's.
+    fresh: the run starts at step 0, so the matmul times in `out_dir` come from a killed process.
     lowered: called once Python's part is done.
     """
     config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
@@ -245,8 +245,8 @@ def open_log(
         tokenizer.copy_to(out_dir)
     # Written first: a folder with checkpoints/ but no config.yaml could neither begin nor resume.
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
-    # A run that is killed before its first checkpoint begins again at --resume; a copy without this
-    # folder does not.
+    # With this folder --resume restarts a run that was killed before its first checkpoint; it
+    # refuses a copy of a run without the folder.
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
     about["device"] = estimate.device_name(trainer.mesh)

@@ -69,7 +69,7 @@ class RunLog:
     ):
         self.path, self.picture = out_dir / "metrics.jsonl", out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        # A resumed run repeats the steps after `start`; one that begins again, also step 0.
+        # A resumed run repeats the steps after `start`; a restarted run, step 0, too.
         before = [row for row in read_metrics(self.path) if row["step"] <= (start or -1)]
         self.logged = keys_at(start, before)
         lines = [json.dumps(row).encode() + b"\n" for row in before]

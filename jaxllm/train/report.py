@@ -284,7 +284,7 @@ def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
         lines.append(line)
         tokens = run.steps * (run.tokens or 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
-        rows = [(0, 0.0), *run.points("step_ms")]  # each for the steps since the row before
+        rows = [(0, 0.0), *run.points("step_ms")]  # each covers the steps since the previous row
         if spent := sum((s - b) * ms / 1e3 for (b, _), (s, ms) in pairwise(rows)):
             line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
         lines.append(line)

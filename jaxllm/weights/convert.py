@@ -143,7 +143,7 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
     if weights.run is not None:
         adapters.write_peft(weights, folder)
         said = f"the adapters of step {weights.step} as a folder of peft"
-        if weights.packing:  # without this packing losses differ, in few bits a lot
+        if weights.packing:  # without this packing the losses differ: with few bits, a lot
             said += f", which cannot say that their base was {weights.packing}; --merge keeps that"
         if isinstance(weights.base, huggingface.HuggingFaceWeights):
             return said

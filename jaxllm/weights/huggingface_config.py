@@ -30,7 +30,7 @@ NEEDED = object()  # the "default" of a required key
 class _Kind(NamedTuple):
     """How a type of Hugging Face model maps to ours.
 
-    prefix: of its tensors' names; a folder without the head may leave it out.
+    prefix: the prefix of its tensor names; a folder without the head may leave it out.
     fixed: {their key: values that our model supports}; the first is their default.
     keys: {our setting: (their key, their default)}.
     aliases: {another name of a key: the key}.
