@@ -143,7 +143,7 @@ def activation_memory(trainer: Trainer, config: Config | None = None) -> dict[st
         late = trainer.mesh.size > 1 and shape["context"] == 1  # `walk` delays gradients by a block
         kept += min(1 + late, model.n_layers) * max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
-        logits *= 2  # their gradient has a byte in each of two layouts, and does not overwrite them
+        logits *= 2  # their fp8 gradient, one byte in each of both orders, does not overwrite them
     return {"activations": kept, "logits": logits}
 
 
