@@ -57,13 +57,13 @@ def ahead(s: Schedule) -> int:
 
 
 def runs_on(s: Schedule) -> bool:
-    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
+    """Whether a step's dV and dK matmuls run on during the next step: registers then hold P and dS.
 
     2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask,
-    and in two blocks ptxas, which copies P and dS for each, would serialize every wgmma (C7511).
+    and for two blocks of columns ptxas would copy P and dS, and serialize every wgmma (C7511).
 
-    A slot then stays taken for a step more.  In halves a step loads before it frees one, so its
-    ring needs two slots more than `ahead`: with fewer, the warp that loads waits for its own
+    A slot then stays taken for one more step.  A step in halves loads before it frees a slot, so
+    its ring needs two slots more than `ahead`: with fewer, the loading warp would wait for its own
     warpgroup.
     """
     fits = s.stages > 3 and s.visits.causal and s.parts == 1
@@ -75,9 +75,9 @@ def scratch(s: Schedule) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     own, stat = s.sides * s.sets, plgpu.SMEM((s.stages, s.columns), jnp.float32)
     buffers = dict(
-        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
+        k=s.buffer(own, ROWS),  # one for each 64 keys of the block, like v and their barriers
         v=s.buffer(own, ROWS),
-        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
+        q=s.buffer(s.stages, s.columns),  # one for each slot, like do and the statistics
         do=s.buffer(s.stages, s.columns),
         minus_lse=stat,
         minus_delta=stat,
@@ -99,7 +99,7 @@ def scratch(s: Schedule) -> dict:
 
 
 def operands(w: Worker) -> tuple[Operand, Operand]:
-    """Q and dO.  The last warpgroup loads Q and the first one dO; of a pair the last loads both."""
+    """Q and dO.  The last warpgroup loads Q and the first one dO; in a pair the last loads both."""
     s, inputs, smem, last = w.schedule, w.inputs, w.smem, w.schedule.wgs - 1
     ring = functools.partial(Ring, s.stages, free=smem.free)
     q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
@@ -164,7 +164,7 @@ def release(w: Worker, n):
 
 
 def pass_by(w: Worker, i: Item, g, low, high):
-    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+    """Passes over steps in which only other warpgroups of the block see something."""
 
     @pl.loop(low, high)
     def _(r):
@@ -179,7 +179,7 @@ def pass_by(w: Worker, i: Item, g, low, high):
 
 
 def column(ref, slot, half=None):
-    """A statistic of a step's queries, over a tile of S^T.  half: of its first or last 64."""
+    """A statistic of a step's queries, broadcast to a tile of S^T.  half: the first or last 64."""
     n = ref.shape[-1] if half is None else ROWS
     stat = mosaic.read(ref.at[slot, pl.ds((half or 0) * ROWS, n)], COL)
     return along(stat, (ROWS, n), 1)
@@ -192,7 +192,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
     if masked and s.segmented:
         ids = k_ids, mosaic.read(w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)], COL)
     if masked:
-        # The positions are the same for all heads; without the barrier the compiler keeps them.
+        # The positions are the same for all heads: without the barrier they stay in registers.
         tile = lax.optimization_barrier(i.stream.base + step.r)
         x = masks.visible(x, s.visits, i.row, tile * s.columns + half * ROWS, ids)
     if not s.begins_with_lse:
@@ -225,15 +225,15 @@ def all_heads(w: Worker, i: Item, add):
 
 
 def wait_for_k(w: Worker, i: Item):
-    """Returns the ids of the keys, None without segments."""
+    """Waits for K; returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
     return mosaic.read(w.smem.k_ids.at[i.at], ROW) if w.schedule.segmented else None
 
 
 def store(w: Worker, i: Item, name: str, x):
-    """Scales dk, and stores it or dv."""
+    """Stores dv, or dk after scaling it."""
     s, at = w.schedule, steps.set_of(w)
-    # Of two warpgroups that pair up each is the only reader of one of K and V.
+    # In a pair, only the warpgroup of dK reads V, and only the warpgroup of dV reads K.
     buffer = name if s.persistent else dict(dk="v", dv="k")[name]
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = ([y * s.scale for y in x], s.k_first) if name == "dk" else (x, s.v_first)
@@ -261,7 +261,7 @@ def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
 
     def store_both():
         dk, dv = ([acc[...] for acc in accs] for accs in (dk_acc, dv_acc))
-        plgpu.wait_smem_to_gmem(0)  # the block before has left
+        plgpu.wait_smem_to_gmem(0)  # the previous item's dK and dV have left
         store(w, i, "dk", dk)
         store(w, i, "dv", dv)
 
@@ -278,7 +278,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
     def add(scores, dp_acc, half, wait_n):
-        """Computes P under dP, dS under dV, and begins to accumulate dV; returns dS."""
+        """Computes P while dP runs, starts dV, computes dS while dV runs; returns dS."""
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, half)
         schedule.over_rows(dv_acc, p.astype(s.dtype), do[half])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # less delta
@@ -354,7 +354,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         plgpu.barrier_wait(smem.p_free)
         smem.p[...] = p if slope is None else p * slope
         plgpu.barrier_arrive(smem.p_full)
-        # Accumulate dV, under the next step.
+        # Accumulate dV; the matmul runs on during the next step.
         plgpu.barrier_wait(smem.do_full.at[slot])
         schedule.over_rows(dv_acc, p.astype(s.dtype), tiles_at(smem.do, slot))
 
@@ -378,7 +378,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         p = plgpu.load(smem.p, layout=WGMMA)
         ds = (p * (dp + column(smem.minus_delta, slot))).astype(s.dtype)
         plgpu.barrier_arrive(smem.p_free)
-        # Accumulate dK, under the next step.
+        # Accumulate dK; the matmul runs on during the next step.
         schedule.over_rows(dk_acc, ds, tiles_at(smem.q, slot))
 
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
@@ -426,11 +426,11 @@ def body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames="call")
 def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, given=None, *, call: Call):
-    """(dk, dv) like (k, v); with refs `given` (joint, a 0) nothing: they are written to the first.
+    """(dk, dv) like (k, v).  With refs `given` = (joint, a 0) it writes them to joint instead.
 
     minus_lse, minus_delta: from the dQ kernel.
     """
-    # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
+    # K and V must not stay in registers: ptxas reuses these too early (docs/attention.md).
     heads, kv_heads = call.heads or (q.shape[2], k.shape[2])
     tile = tiles(sum(schedule.blocks_of(call)), heads // kv_heads, call.softcap)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel

@@ -12,7 +12,7 @@ A step's dQ += dS K still runs when the next step starts, so K has one more slot
 warpgroup also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the
 last to leave a step: it does not wait for the others.
 
-One `free` guards K and V, whose rings differ in length, so only `full` belongs to a pipeline.Ring.
+K and V share `free`, but their rings differ in length, so each pipeline.Ring has only a `full`.
 """
 
 import functools
@@ -50,19 +50,19 @@ def ahead(s: Schedule) -> int:
 
 
 def frees_k_apart(s: Schedule) -> bool:
-    """Loaded only one step early, K cannot wait until V's slot is free as well."""
+    """Whether K has separate barriers: loaded only one step early, it cannot wait for V's slot."""
     return ahead(s) == 1
 
 
 def has_o_buffer(s: Schedule) -> bool:
-    """Whether O has its own buffer, and not slots that K and V fill later."""
+    """Whether O has a buffer; otherwise it arrives in slots that K and V fill later."""
     return s.width <= 128
 
 
 def multiplies_delta(s: Schedule) -> bool:
     """Whether a wgmma adds -delta to dP: where shared memory has room for its operands.
 
-    To begin with -delta, dP would take an instruction for each number; to begin with 0 takes none.
+    Starting dP at -delta would take an instruction per element; starting it at 0 takes none.
     """
     return s.width * s.columns <= 2**13
 
@@ -112,7 +112,7 @@ class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
     lse2: Any  # log-sum-exp in base 2
-    minus_delta: Any  # what dP begins with, or what a wgmma adds
+    minus_delta: Any  # the initial value of dP, or added to dP by a wgmma
     q_ids: Any  # None without segments
 
 
@@ -135,7 +135,7 @@ def load_rows(w: Worker, item, side=0):
 
 
 def load(w: Worker, i: Item, n, *tiles: Operand):
-    """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
+    """Loads the tiles of step n, if there is one; from the stream's end on, the next item's."""
     steps.send_any(w, n, i.stream, lambda stream: steps.send_keys(w, n, stream, *tiles))
 
 
@@ -147,7 +147,7 @@ def refill(w: Worker, i: Item, n, free, *tiles: Operand):
         plgpu.barrier_wait(free.at[keys_of(w).ring.slot(n)])
         load(w, i, n + ahead(s), x)
 
-    def by_warp(warp):  # only these two wait until all have left
+    def by_warp(warp):  # only the warps that load wait until all warpgroups have left
         for x in tiles:
             pl.when(warp == x.warp)(lambda x=x: one(x))
 
@@ -182,7 +182,7 @@ def load_following(w: Worker, i: Item):
 
 
 def release_k(w: Worker, i: Item, n):
-    """dQ += dS K of the step before n is done."""
+    """Releases K of step n - 1, whose dQ += dS K is done."""
     if frees_k_apart(w.schedule):
         plgpu.barrier_arrive(w.smem.k_free.at[keys_of(w).ring.slot(n)])
         refill(w, i, n, w.smem.k_free, keys_of(w))
@@ -195,7 +195,7 @@ def refill_free(w: Worker, i: Item, n):
 
 
 def pass_by(w: Worker, i: Item, low, high):
-    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+    """Passes over steps in which only other warpgroups of the block see something."""
 
     @pl.loop(low, high)
     def _(n):
@@ -210,7 +210,7 @@ def pass_by(w: Worker, i: Item, low, high):
 
 
 def in_parts(x):
-    """Numbers of rows as (rows, 16) bfloat16 that sum to them: 3 x 8 bits hold a float32's 24."""
+    """Splits each row's float32 into (rows, 16) bfloat16 that sum to it: 3 x 8 bits hold its 24."""
     shape = *x.shape, 16
     column = along(plgpu.broadcasted_iota(jnp.int32, (16,), 0, layout=COL), shape, 1)
     y = mosaic.zeros(shape, WGMMA)
@@ -276,7 +276,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     def add_dq(acc, dp_acc: Any = None):
         # Issue S = Q K^T and dP = dO V^T - delta.
         s_acc = acc
-        if joint:  # in one accumulator: of two, ptxas would store the zeros of one
+        if joint:  # one accumulator for both: of two, ptxas would store the zeros of one
             s_acc, dp_acc = (acc.at[:, pl.ds(at, s.columns)] for at in (0, s.columns))
         here = steps.unsettled(i, s, n)
         # The minimum changes nothing, for the same reason.
@@ -288,7 +288,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         schedule.over_columns(dp_acc, tiles_at(smem.do, here), v)
         if joint:
             schedule.over_columns(dp_acc, [smem.delta.at[w.wg]], [smem.ones.at[w.wg]])
-        # Compute P under dP.
+        # Compute P while dP runs.
         scores = plgpu.wgmma_accumulator_load(acc, wait_n=s.parts + joint)[:, : s.columns]
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
@@ -300,7 +300,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
         ds = masks.d_scores(p, dp, slope).astype(s.dtype)
-        # Accumulate dQ, under the next step.
+        # Accumulate dQ; the matmul runs on during the next step.
         schedule.over_rows(dq_acc, ds, tiles_at(smem.kv, slot))
         refill_free(w, i, n)
 
@@ -326,7 +326,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
 def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
     name, dq = "dq" if w.schedule.persistent else "do", [x * w.schedule.scale for x in dq]
-    plgpu.wait_smem_to_gmem(0)  # the block before has left it
+    plgpu.wait_smem_to_gmem(0)  # the previous item's dQ has left it
     schedule.store_rows(w, name, w.wg, dq, w.results[0], i.batch, i.row, i.head)
 
 
@@ -368,7 +368,7 @@ def body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames="call")
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
-    """(dq like q, -lse, -delta); of one array for q, k and v the other heads are undefined.
+    """(dq like q, -lse, -delta); if q, k and v are one array, dq's other heads are undefined.
 
     -lse is divided by scale, which makes it a score, if `Schedule.begins_with_lse`; otherwise it is
     in base 2.  The last two are (B, H, schedule.stat_rows(T)) fp32.

@@ -3,7 +3,7 @@
     x = scale q k^T (softcap: c tanh(x / c)), P = softmax(x over the keys seen), O = P V
 
 Each byte of the cache serves few queries, so memory limits the speed.  The T H/K queries that
-share a kv head are the rows of one matmul (row t H/K + g is of position t).  The keys of a row are
+share a kv head are the rows of one matmul (row t H/K + g has position t).  The keys of a row are
 split over many blocks, each with a separate softmax; merging them by the log-sum-exp is exact
 ("Flash decoding": Dao et al. 2023; grouped heads: Ainslie et al. 2023).  One XLA kernel merges the
 parts in order, so two runs are equal bit for bit.  A row of few tiles is one part.
@@ -53,21 +53,21 @@ def decode_attention(
     lengths: number of keys of each row, at most S, including the T positions.  Position t of T is
         at slot lengths - T + t and sees the slots up to this one.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
-        lengths - 1, or to the nearest one, in place where the cache is donated.  The result is then
-        (y, k, v) with the updated cache.  XLA divides them by their scales, and for a float8 cache
-        clips them to +-448 (infinities become NaN) and writes them.
+        lengths - 1 (clipped to the cache), in place if the cache is donated.  The result is then
+        (y, k, v) with the updated cache.  XLA divides key and value by their scales, and for a
+        float8 cache clips them to +-448 (infinities become NaN) and writes them.
     k_scale, v_scale: multiply k and v, above all for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
-    theta, scaling: of RoPE (`rope`, layout "half"), which turns q and the key of `new` by the angle
-        of position lengths - 1; None: no RoPE.  Hopper's kernel turns them itself; for other GPUs'
-        kernel, and for a float8 cache, XLA turns them first.
+    theta, scaling: of RoPE (`rope`, layout "half"), which rotates q and the key of `new` by the
+        angle of position lengths - 1; None: no RoPE.  Hopper's kernel rotates them itself; for
+        other GPUs' kernel, and for a float8 cache, XLA rotates them first.
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
     A position that sees no key gets zeros.  If all its logits are -inf (from an infinity in q or
-    k) it gets NaN, but zeros from the kernels.  These have no gradient: use `attention`.
+    k) it gets NaN, but zeros from the kernels.  The kernels have no gradient: use `attention`.
     """
     lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window)
@@ -86,9 +86,9 @@ def decode_attention(
 def _decode(
     q, k, v, lengths, new, k_scale, v_scale, *, form, scale, window, softcap, theta, scaling
 ):
-    """The op; form: what attends to the cache."""
+    """The op.  form: the function that attends to the cache."""
     group, dtype, table, cache = q.shape[2] // k.shape[2], q.dtype, None, []
-    # Whether the kernel turns q and the new key, and writes the new position.
+    # Whether the kernel rotates q and the new key, and writes the new position.
     alone = form is hopper and k.dtype != FP8
     if theta is not None and alone:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
@@ -156,7 +156,7 @@ def _stored(x, scale, dtype):
 
 
 def _append(k, v, new, lengths):
-    """[k, v] with a position of each row, two of (B, K, D), in the last slot of its text."""
+    """[k, v] with each row's new key and value, each (B, K, D), written to the row's last slot."""
     slots = jnp.clip(lengths, 1, k.shape[1]) - 1
 
     def write(kept, new):

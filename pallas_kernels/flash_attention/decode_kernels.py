@@ -11,7 +11,7 @@
 A block takes its share of the tiles that its row sees: those up to its length, inside its window.
 TMA copies the next tiles as soon as the warpgroup has left a buffer.  Other GPUs since Ampere run
 `_general_body`, with one buffer of K and one of V.  For D = 128 its blocks have 48 KB of
-shared memory, so two are on a processor and 32 KB of the cache on their way to it.
+shared memory, so an SM holds two of them, with 32 KB of the cache in flight.
 """
 
 import functools
@@ -35,10 +35,10 @@ FP8 = jnp.float8_e4m3fn
 KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
 _STAGES = 4  # tiles of K and of V in flight, at most
 _SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
-_START = 2  # tiles that would take as long as a block takes to start, and its part to merge
-_WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
-_LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
-_MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
+_START = 2  # starting a block and merging its part take as long as this many tiles
+_WHOLE = 4  # up to this many tiles take no longer than the second kernel, which merges (estimated)
+_LEAST_SPLITS = 8  # for several rows, whose lengths may differ, if each split has as many tiles
+_MOST_SPLITS = 33  # gives each of 132 SMs two blocks, for one row with 8 kv heads
 
 
 # ---- a block, and the merge of a row's blocks ---------------------------------------------------
@@ -67,9 +67,9 @@ class DecodePlan(NamedTuple):
 
 
 def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
-    """Over how many blocks a pair (row, kv head) is split: the number that should be fastest.
+    """The number of blocks for a pair (row, kv head) that should be fastest.
 
-    blocks: of one wave.
+    blocks: how many run at once (one wave).
     """
     if tiles <= _WHOLE:
         return 1
@@ -166,12 +166,12 @@ def whole(p: DecodePlan, like, o, lse):
 
 
 def merge(o, lse):
-    """The softmax over all keys from the splits' (axis 1), in one kernel of XLA."""
-    # XLA would compute one maximum per row in a separate kernel.  So each element has it, by the
-    # addition of o * 0 (which XLA does not drop, because o might be infinite).
+    """The softmax over all keys from the splits' softmaxes (axis 1), in one kernel of XLA."""
+    # XLA would compute one maximum per row in a separate kernel.  Adding o * 0 gives each element
+    # its lse and so its maximum (XLA does not drop o * 0, because o might be infinite).
     lse = lse[..., None] + o * 0
     o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
-    # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.
+    # Sums in order, which jnp.sum does not promise.  `largest` is finite even without keys.
     largest = functools.reduce(jnp.maximum, lse, jnp.float32(masks.LOWEST))
     weights = [jnp.exp(x - largest) for x in lse]
     total = functools.reduce(jnp.add, weights)
@@ -184,7 +184,7 @@ def merge(o, lse):
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))  # traced and lowered once for all layers
 def for_every_gpu(q, k, v, lengths, _new, _table, scale, window, softcap):
-    """([B, T, H, D] in q's dtype,), of caches (B, S, K, D) in it; D: a multiple of 8."""
+    """([B, T, H, D],), from caches (B, S, K, D), all in q's dtype; D: a multiple of 8."""
     p = plan_of(q, k, scale, window, softcap)
     (b, t, _, d), kv, width = q.shape, k.shape[2], width_of(q.shape[3])
     x = q.reshape(b, t, kv, p.group, d).swapaxes(2, 3).reshape(b, p.rows, kv, d)
@@ -268,7 +268,7 @@ def _body(b: DecodeBlock, o_ref, lse_ref):
     if p.appends:
 
         @pl.when(b.split == p.splits - 1)
-        def _():  # no block reads its slot, and this one has read its tile
+        def _():  # no block reads the new slot, and this block has read the slot's tile
             for i, ref in enumerate((b.refs.k, b.refs.v)):
                 mosaic.store(ref.at[b.batch, jnp.maximum(b.length, 0), b.head], _new(b, i))
 
@@ -317,7 +317,7 @@ def _receive(b: DecodeBlock, name: str, tile):
 
 
 def _leave(b: DecodeBlock, name: str, tile):
-    """All warps have read the buffer of this tile, so it takes a later one."""
+    """Starts to refill this tile's buffer, which all warps have read, with a later tile."""
     plgpu.commit_smem()
     _send(b, name, tile + b.p.stages)
 
@@ -333,7 +333,7 @@ def _attend(b: DecodeBlock, o_acc):
 
 
 def _start(b: DecodeBlock, o_acc, m):
-    """The softmax over the newest position alone: O; returns the logit and the sum of each row."""
+    """Begins O with the newest position alone; returns the logit and the sum of each row."""
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
     # Rounded, as in `online_softmax`, so that l is 1.

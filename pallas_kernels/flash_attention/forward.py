@@ -40,7 +40,7 @@ from pallas_kernels.flash_attention.steps import Item, Operand
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
-LEAP = 8.0  # how far logits in base 2 may exceed what their row's weights refer to
+LEAP = 8.0  # how far logits in base 2 may exceed m, to which their row's weights refer
 LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
@@ -60,7 +60,7 @@ def tiles(head_dim: int, segmented: bool) -> Tiles:
 
 
 def v_stages(s: Schedule) -> int:
-    """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
+    """A step uses its values after its keys, so V's ring needs fewer buffers."""
     return s.stages if s.width <= 64 else 2
 
 
@@ -84,9 +84,9 @@ def scratch(s: Schedule) -> dict:
 
 
 def weighs_early(s: Schedule) -> bool:
-    """Whether P is computed before it is known whether m stays: 3 to 8% faster with the registers.
+    """Whether P is computed before m is known to stay: 3 to 8% faster if registers suffice.
 
-    Above D = 160 O takes 96 or more; a softcap takes some, and three warpgroups have 168 a thread.
+    Above D = 160 O takes 96 or more; a softcap takes some; three warpgroups leave 168 a thread.
     """
     return s.width <= 160 and (s.wgs == 2 or s.softcap is None)
 
@@ -118,7 +118,7 @@ def load_q(w: Worker, item, side=0):
 
 
 def load(w: Worker, x: Operand, n, stream):
-    """Loads the tile of step n, which from the stream's end on is one of the next item.
+    """Loads the tile of step n; from the stream's end on it is a tile of the next item.
 
     One warp loads; only it waits until all warpgroups have left the buffer.
     """
@@ -150,7 +150,7 @@ def begin(w: Worker, item):
 def load_following_q(w: Worker, i: Item):
     following = i.stream.following
     if w.schedule.persistent:
-        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+        plgpu.wait_smem_to_gmem(0)  # the previous item's O has left that buffer
         pl.when(following >= 0)(lambda: load_q(w, following, 1 - i.side))
 
 
@@ -166,7 +166,7 @@ def next_turn(w: Worker):
 
 
 def pass_by(w: Worker, i: Item, low, high):
-    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+    """Passes over steps in which only other warpgroups of the block see something."""
 
     @pl.loop(low, high)
     def _(n):
@@ -189,12 +189,12 @@ def mask(w: Worker, i: Item, x, n):
         ids = mosaic.read(smem.q_ids.at[i.at], ROW), mosaic.read(k_ids, COL)
     x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
     if s.segmented:
-        plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
+        plgpu.commit_smem()  # plain loads have read the ids before TMA overwrites them
     return x
 
 
 def scores(w: Worker, i: Item, x, n, masked):
-    """Step n's Q K^T, with -inf where masked; the tile of keys is free then."""
+    """Step n's Q K^T, with -inf where masked; releases the tile of keys."""
     s = w.schedule
     if s.softcap is not None:
         x, _ = masks.logits(x, s.scale, s.softcap)
@@ -210,16 +210,16 @@ def scores(w: Worker, i: Item, x, n, masked):
 
 
 def unit(s: Schedule) -> float:
-    """What makes logits in base 2 of `scores`."""
+    """The factor from `scores` to logits in base 2."""
     return s.scale * LOG2E if s.softcap is None else 1.0
 
 
 def factor_of(s: Schedule, logit):
-    """The same for rows whose largest logit is known.
+    """`unit` for rows whose largest logit is known.
 
-    x factor - m is one multiply-add, which does not round the product, though m was rounded.  For
-    two equal logits of 2^30 it can give 64, not 0, and exp2 of that is no float16.  From LARGE on
-    the factor is therefore a power of two, which rounds nothing: different scores are so far apart
+    x factor - m is one multiply-add, which does not round the product, though m was rounded: for
+    two equal logits of 2^30 it can give 64, not 0, and exp2(64) overflows float16.  From LARGE on
+    the factor is therefore a power of two, so that m is exact; different scores are so far apart
     there that only the largest has a weight.
     """
     return jnp.where(abs(logit) < LARGE, unit(s), 2.0 ** math.ceil(math.log2(unit(s))))
@@ -231,7 +231,7 @@ def above(s: Schedule, x, m):
 
 
 def by_thread(f, x):
-    """f of a thread's columns: (rows, 8)."""
+    """Folds x with f inside each thread: (rows, columns) -> (rows, 8)."""
     return mosaic.folded(f, [x[:, at : at + 8] for at in range(0, x.shape[1], 8)])
 
 
@@ -256,7 +256,7 @@ def softmax(s: Schedule, x, m, l, o):
         top = jnp.max(seen, axis=1)
         rises, logit = top * factor_of(s, m) > m + LEAP, top * unit(s)
         new = jnp.where(rises, top * factor_of(s, logit), m)
-        # In the units of m, or if these are a power of two, in the new ones.
+        # The new maximum in m's unit or, if m's is a power of two, in the new unit.
         alpha = jnp.exp2(m - jnp.where(rises & (abs(m) < LARGE), logit, new))
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
         return new, l, [x * along(alpha, x.shape, 0) for x in o]
@@ -268,7 +268,7 @@ def softmax(s: Schedule, x, m, l, o):
         return lax.optimization_barrier(p.astype(s.dtype)), m, l, o
 
     early = weigh(*state) if weighs_early(s) else None
-    # P has two weights in a register: a third of the instructions, but too late at D = 96.
+    # A vote on P, two weights a register, takes a third of the instructions; at D = 96 it is late.
     vote = (early[0], 2.0**LEAP) if early and s.width != 96 else (above(s, seen, m), LEAP)
     leaps = mosaic.any_reaches(*vote)
     if early:
@@ -298,7 +298,7 @@ def first_step(w: Worker, i: Item):
 
 
 def step(w: Worker, i: Item, o_acc, n, carry):
-    """Adds the values of the step before to O under the scores and softmax of step n."""
+    """Adds step n - 1's P V to O, while it computes the scores and softmax of step n."""
     s = w.schedule
     p, m, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
@@ -322,7 +322,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     x = scores(w, i, x, n, masked)
     o = [acc[...] for acc in o_acc]  # waits for O += P V
     values_of(w).ring.release(n - 1)
-    # Compute the softmax under the other warpgroups' matmuls.
+    # Compute the softmax while the other warpgroups' matmuls run.
     p, m, l, o = softmax(s, x, m, l, o)
     for acc, block in zip(o_acc, o, strict=True):
         acc[...] = block
@@ -347,7 +347,7 @@ def accumulate(w: Worker, i: Item, carry, o_acc):
 
 def store(w: Worker, i: Item, o, m, l):
     s, (o_ref, lse_ref) = w.schedule, w.results
-    # Found again: the loop leaves no registers to keep it.
+    # Computed again, because the loop leaves no registers to keep it.
     row, (batch, head) = s.where(lax.optimization_barrier(i.number))
     row += w.wg * ROWS
     l = jnp.sum(l, axis=1) if l.ndim > 1 else l
@@ -368,7 +368,7 @@ def attend(w: Worker, i: Item):
         pass_by(w, i, i.n0, i.first)
         carry = first_step(w, i)
         load_following_q(w, i)
-        # O begins here: if its zeros were there before, ptxas would also store those of S.
+        # O's accumulator begins here: if it began earlier, ptxas would also store the zeros of S.
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), s.accumulators())
         steps.finish(w, i, lambda: store(w, i, o, m, l))
         if s.masks_last:
@@ -395,8 +395,8 @@ def body(w: Worker):
 def forward(q, k, v, segments=None, *, call: Call):
     """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
-    q, k and v are as op.py pads wide heads; their rows past call.lengths mean nothing.
-    segments: ids of the queries and of the keys, as op.py pads them, or None.
+    q, k, v: padded by op.py if heads are wide; rows past call.lengths are ignored.
+    segments: ids of the queries and of the keys, padded by op.py, or None.
     """
     tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)

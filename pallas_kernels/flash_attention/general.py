@@ -22,14 +22,14 @@ the other operand's matmul:
     meet             Q_n+1 on its way
 
 All threads also meet in `wait`, so nobody still reads the buffer that is filled next.  P and dS
-stay in registers.  Two blocks run on a processor where shared memory allows it: the softmax of one
-runs under the matmuls of the other.  Every block has one item; the hardware hands the items out.
+stay in registers.  An SM runs two blocks if shared memory allows it: the softmax of one overlaps
+the matmuls of the other.  Every block has one item; the hardware hands the items out.
 
-The 255 registers of a thread and 99 KB of shared memory limit the tables of tiles.  128 rows read
-an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles are
+A thread's 255 registers and 99 KB of shared memory limit the tiles.  Tiles of 64 rows read an
+operand from shared memory twice as often as tiles of 128.  On an H100 the largest tiles are
 fastest, though some spill up to 64 bytes (docs/attention-tiles.md); A100 and H100 take them.
-Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64 rows read
-fast enough; nobody has timed the tight tiles.
+Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, which 64 rows keep
+busy; nobody has timed the tight tiles.
 """
 
 import functools
@@ -94,7 +94,7 @@ class Block(NamedTuple):
     row: Any  # the first one
     low: Any  # the first tile that it sees
     high: Any  # the one after its last
-    whole: tuple[Any, Any]  # the same of the tiles that each of its rows sees whole
+    whole: tuple[Any, Any]  # first and end of the tiles fully visible to all its rows
 
     @property
     def rows(self):
@@ -130,7 +130,7 @@ def scores(b: Block, tile, x):
 
 
 def mask(b: Block, tile, x):
-    """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
+    """Scores of a tile, with -inf where a query may not see a key; x's rows are the Schedule's."""
     s, visits, inputs = b.w.schedule, b.w.schedule.visits, b.w.inputs
     if not s.masks_first:
         return x
@@ -193,7 +193,7 @@ def forward_body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames="call")
 def forward(q, k, v, segments=None, *, call: Call):
-    """As forward.forward, but T and S may be any, and D a multiple of 8."""
+    """Like forward.forward, but for any T and S, and any D that is a multiple of 8."""
     inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call)
     return launch("forward", forward_body, call, inputs, segments, out_type)
 
@@ -250,9 +250,9 @@ def dq_body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames="call")
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
-    """(dq like q, lse, delta); of one array for q, k and v the other heads are undefined.
+    """(dq like q, lse, delta); if q, k and v are one array, dq's other heads are undefined.
 
-    The last two are (B, H, schedule.stat_rows(T)) fp32, what the dK/dV kernel wants.
+    The last two are (B, H, schedule.stat_rows(T)) fp32, as the dK/dV kernel reads them.
     """
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse)]
@@ -286,7 +286,7 @@ def after(b: Block, step):
 
 
 def dkv_step(b: Block, last, n, carry):
-    """Adds P^T dO of the n-th step to dV and dS^T Q to dK, as far as `sums` has them."""
+    """Adds P^T dO of the n-th step to dV and dS^T Q to dK, if `sums` has them."""
     s, smem, (i, sums) = b.w.schedule, b.w.smem, carry
     later = after(b, i)
     of_columns = lambda ref: along(mosaic.read(ref, COL), (s.block, s.columns), 1)

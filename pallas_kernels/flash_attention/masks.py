@@ -1,4 +1,4 @@
-"""What a query sees: the tiles that a block visits, the mask inside a tile, the softmax over both.
+"""What a query sees: the tiles that a block visits, the mask inside a tile, the online softmax.
 
 A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.  It
 visits one range of tiles and never loads the others.  Inside this range lies another one, of tiles
@@ -20,7 +20,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 LOWEST = -3e38  # the running maximum before any key: finite, as -inf - (-inf) is no number
-LEAST_SCALE = 1e-30  # of the kernels: masked logits are multiplied by it, and lse is divided
+LEAST_SCALE = 1e-30  # the kernels multiply masked logits by the scale, and divide lse by it
 
 
 def check(q, k, v, causal, window):
@@ -73,7 +73,7 @@ class Visits(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether the last tile of keys is not full, where they are the columns."""
+        """Whether keys are the columns and the last tile of keys is not full."""
         return not self.by_keys and self.lengths[1] % self.size != 0
 
     def columns(self, row):
@@ -93,7 +93,7 @@ class Visits(NamedTuple):
         return low, high
 
     def whole(self, first, end, low, high):
-        """(first, end) of the tiles that each of these rows sees whole; first >= end: none."""
+        """(first, end) of the tiles fully visible to all of these rows; first >= end: none."""
         start, stop = self.columns(end - 1)[0], self.columns(first)[1]
         if start is not None:
             low = jnp.maximum(low, (start + self.size - 1) // self.size)
@@ -110,10 +110,10 @@ def some_rows_see_nothing(window: int | None, segmented: bool, rows: int = ROWS)
 def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: int = 0):
     """For each part of a block's rows (first, end, whole_first, whole_end, block's first, its end).
 
-    (B, parts, 6) int32.  Tiles first ... end - 1 may hold columns that the part's rows see, by the
-    ranges of ids: exact where documents are packed one after the other, never too narrow, and one
-    tile at least.  Tiles whole_first ... whole_end - 1 hold only one segment, to which all of the
-    rows belong, and need no mask.  The block visits what one of its parts sees.
+    (B, parts, 6) int32.  Tiles first ... end - 1 may hold columns that the part's rows see, judged
+    by the ranges of their ids: exact where documents are packed one after the other, never too
+    narrow, and at least one tile.  Tiles whole_first ... whole_end - 1 hold only one segment, to
+    which all of the rows belong, and need no mask.  A block visits every tile that a part sees.
     rows, columns: ids, (B, n) int32.  lead: rows of the first block that do not exist.
     """
 
@@ -138,7 +138,7 @@ def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: in
     start = jnp.minimum(first(meet), jnp.maximum(of_block(jnp.max, end(meet)) - 1, 0))
     row = jnp.arange(low.shape[1]) * part - lead
     own = visits.seen(row, row + part, start, jnp.maximum(end(meet), start + 1))
-    # Where other segments lie between them, as unsorted ids may have it, none is whole.
+    # If tiles of other segments lie between them (ids are not sorted), no tile counts as whole.
     one = jnp.where(same.sum(2) == end(same) - first(same), end(same), 0)
     whole = visits.whole(row, row + part, first(same), one)
     both = of_block(jnp.min, own[0]), of_block(jnp.max, own[1])
@@ -155,7 +155,7 @@ def logits(s, scale, softcap):
 
 
 def d_scores(p, dp, slope):
-    """dS = P dP, of dP less delta; slope: of `logits`."""
+    """dS = P dp slope.  dp: dP - delta; slope: from `logits`, None for 1."""
     return p * dp if slope is None else p * dp * slope
 
 
@@ -168,8 +168,8 @@ def no_keys(rows: int):
 def online_softmax(x, m, l):
     """(weights, m', l', alpha) of logits x in base 2.
 
-    m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: rescales
-    what has been summed so far.
+    m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: the factor
+    that rescales earlier sums.
     """
     x = lax.optimization_barrier(x)  # rounded as its maximum is (forward.factor_of says why)
     m_new = jnp.maximum(m, jnp.max(x, axis=1))
@@ -178,7 +178,7 @@ def online_softmax(x, m, l):
 
 
 def finish(o, m, l, *, blind: bool):
-    """(O, or its blocks, over the sums, log-sum-exp).  blind: rows may see no key: 0 and -inf."""
+    """(O or its blocks divided by l, log-sum-exp).  blind: rows may see no key, for 0 and -inf."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
@@ -192,8 +192,8 @@ def visible(x, visits: Visits, row, column, ids=None):
     row, column: the numbers of x's first row and first column.  ids: (the rows' ids, the columns'
     ids), or None without segments.
     """
-    # One number for each row or column, and broadcast: as numbers of each element they would all
-    # be in registers.
+    # Positions and ids are broadcast from one number per row or column: a number per element would
+    # take a register each.
     along = lambda numbers, axis: mosaic.along(numbers, x.shape, axis)
 
     def places(start, axis):

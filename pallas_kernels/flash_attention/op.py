@@ -39,7 +39,7 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDEST = 256  # the largest head dimension: O then takes 128 of a thread's 255 registers
-# What T and D are multiples of where the kernels read arrays in place (`schedule.blocks_of`).
+# The kernels read arrays in place if T and D are multiples of these (`schedule.blocks_of`).
 _multiples = lambda d, general: (1, 8) if general or d <= 128 else (8, 32)
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
@@ -60,19 +60,19 @@ def attention(
 ) -> Float[Array, "B T H D"] | Any:
     """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
-    q: or a `Packed` of q, k and v, which the kernels read in place where D is a multiple of 8, and
-        above 128 in Hopper's form D is one of 32 and T one of 8; otherwise it is split in copies.
+    q: or a `Packed` of q, k and v, read in place if D is a multiple of 8 (above 128 in Hopper's
+        form: D a multiple of 32 and T of 8); otherwise it is split into copies.
     causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
-    segment_ids: ids (B, S) of the keys, which the queries share at their positions, or a pair (ids
-        of the queries, ids of the keys).  A query sees only its segment's keys.
+    segment_ids: ids (B, S) of the keys, whose last T are also the queries' ids, or a pair (ids of
+        the queries, ids of the keys).  A query sees only its segment's keys.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     return_lse: also returns ln(sum of exp(logits)), (B, H, T), float32, differentiable.
 
     A query that sees no key gets zeros and lse = -inf.  If all its visible logits are -inf (from
-    an infinity in q or k) it gets NaN, but zeros from the kernels with a window of less than 128 or
-    segment_ids.  P and dS are rounded to the inputs' dtype before they meet V, K and Q.
+    an infinity in q or k) it gets NaN, but zeros from the kernels with segment_ids or a window
+    below 128.  P and dS are rounded to the inputs' dtype before their matmuls with V, K and Q.
     The kernels' gradients need logits below about 1e5.
     """
     operands = operands_of(q, dict(k=k, v=v), "qkv")
@@ -214,7 +214,7 @@ def _reference_forward(q, k, v, mask, scale, softcap):
 
 def _reference_backward(scale, softcap, saved, cotangents):
     q, k, v, mask, out, lse = saved
-    # Without the barrier XLA takes O as it was before it was rounded: on a GPU from JAX 0.12 on.
+    # Without the barrier XLA would use the unrounded O (on a GPU, from JAX 0.12 on).
     out = jax.lax.optimization_barrier(out)
     dout, dlse = cotangents
     dtype, wide = q.dtype, mosaic.stat_dtype(q.dtype)
@@ -259,13 +259,13 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
 
 
 def _padded(arrays, call: Call):
-    """Copies of wide heads as Hopper's kernels read them, or the arrays, if nothing is missing."""
+    """The arrays, padded to the multiples that Hopper's kernels need for wide heads."""
     rows, columns = _multiples(call.width, call.general)
     return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns) for x in arrays)
 
 
 def _attention_forward(arrays, segments, call: Call, with_lse):
-    """((O, lse), what the backward pass needs).  arrays: (q, k, v), or the one that holds all."""
+    """((O, lse), what the backward pass needs).  arrays: (q, k, v), or one array with all three."""
     arrays = _padded(arrays, call)
     q, k, v = arrays if call.heads is None else arrays * 3
     results = (general.forward if call.general else forward)(q, k, v, segments, call=call)
@@ -284,14 +284,14 @@ def _attention_backward(call: Call, with_lse, saved, cotangents):
 
 
 def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
-    """(dq, dk, dv), or the one gradient where q, k and v are one array; none of them padded.
+    """(dq, dk, dv), or one joint gradient if q, k and v are one array; without padding.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
     segments: ids of the queries and of the keys, padded to multiples of `stat_rows(1)`, or None.
     """
     rows = 2 * ROWS if call.general else ROWS
     if masks.some_rows_see_nothing(call.window, call.segmented, rows):
-        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        # In a row that sees no key, lse = 1e30 makes P = exp(-1e30) = 0; its dlse is ignored.
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)
         dlse = None if dlse is None else jnp.where(blind, 0, dlse)
@@ -303,7 +303,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
     others = q, k, v, lse, dout, delta, segments
     if call.heads is None:
         return dq, *last(*others, call=call)
-    # No copy: the second kernel writes its own heads of dq.
+    # The second kernel writes dK and dV in place, into their heads of dq's array.
     state = [dq, jnp.zeros((1,), jnp.int32)]
     return (mosaic.in_place(lambda refs, *x: last(*x, refs, call=call), state, *others)[0],)
 
@@ -311,7 +311,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
 _attention = with_gradient(_attention_forward, _attention_backward, nondiff_argnums=(2, 3))
 
 
-# Only an H100 has run the general form, so cuDNN stands before it.
+# Only an H100 has run the general form, so cuDNN is tried first.
 FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not),
     Form("cudnn", _cudnn, "sm_80", cudnn_why_not),

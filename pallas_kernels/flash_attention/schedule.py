@@ -1,7 +1,7 @@
 """Which block of a kernel works on what, and in which order; the call of a kernel.
 
-An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
-past which all columns stream that its rows see.  These columns should come from the L2 cache, no
+An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head);
+all columns that its rows see stream past it.  These columns should come from the L2 cache, no
 block should wait for the busiest one, and a block should know its next item early.
 """
 
@@ -40,10 +40,10 @@ class Call(NamedTuple):
 def blocks_of(call: Call) -> tuple[int, ...]:
     """Widths of the blocks of columns in which Hopper's kernels hold a head in shared memory.
 
-    wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips they alternate every 8
-    rows, so TMA copies 8 rows and whole strips at a time.  In a block of one strip the rows follow
-    each other: TMA stops at any T and D, and fills the rest with zeros.  But every block has its
-    own wgmmas; where P is an operand, ptxas copies its registers for each.
+    wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips the strips alternate
+    every 8 rows, so TMA copies 8 rows and whole strips at a time.  In a block of one strip the rows
+    are contiguous: TMA stops at any T and D, and fills the rest with zeros.  But every block needs
+    separate wgmmas, and ptxas copies P's registers for each wgmma that takes P as an operand.
     """
     d = call.width
     if d > 128:
@@ -61,8 +61,8 @@ class Tiles(NamedTuple):
     wgs: int  # computing warpgroups of a block, 64 rows each
     step: int  # columns of one step: keys, or queries in the dK/dV kernel
     stages: int  # steps in flight
-    # True: a block for each SM, which takes several work items and loads the next one's rows while
-    # it works on this one's.  False: a block for each item, which the hardware hands out.
+    # True: one block per SM; it takes several work items and loads the next item's rows while it
+    # works on the current ones.  False: one block per item; the hardware hands the items out.
     persistent: bool
     section: int  # MiB of streamed operands of the heads worked on at a time
     block: int = 0  # rows of a block, if not 64 for each warpgroup
@@ -91,17 +91,17 @@ class Schedule(NamedTuple):
 
     @property
     def width(self) -> int:
-        """D, and columns of zeros."""
+        """D, padded with columns of zeros."""
         return sum(self.blocks)
 
     @property
     def parts(self) -> int:
-        """Number of blocks of columns, and so of a tile's copies and wgmmas."""
+        """Number of blocks of columns: a tile takes this many copies, and this many wgmmas."""
         return len(self.blocks)
 
     @property
     def plain(self) -> bool:
-        """Whether all blocks have plain rows, which TMA clips anywhere (see `blocks_of`)."""
+        """Whether all blocks are single strips, which TMA clips anywhere (see `blocks_of`)."""
         return all(width in (16, 32, 64) for width in self.blocks)
 
     @property
@@ -121,7 +121,7 @@ class Schedule(NamedTuple):
 
     @property
     def masks_last(self) -> bool:
-        """Whether a mask may hide something in its last steps, or its block's last ones from it."""
+        """Whether a mask may hide something in a warpgroup's last steps, or in its block's."""
         return self.visits.window is not None or self.segmented
 
     @property
@@ -131,7 +131,7 @@ class Schedule(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """Buffers of a block's own rows: of this item, and of the next one if there is one."""
+        """Buffers for a block's own rows: the current item's and, if persistent, the next one's."""
         return 2 if self.persistent else 1
 
     @property
@@ -145,10 +145,10 @@ class Schedule(NamedTuple):
         return self.softcap is None and self.width > 64
 
     def ranges(self, row, batch, spans, of_block: bool = False):
-        """(tiles that a warpgroup's rows see, tiles that each row sees whole), each first and end.
+        """(tiles that a warpgroup's rows see, tiles fully visible to all rows), each (first, end).
 
-        row: the first one.  spans: a reference to `segment_spans`, or None.  of_block: row is the
-        block's first, and the tiles are those that any of its rows sees.
+        row: the first row.  spans: a reference to `segment_spans`, or None.  of_block: row is the
+        block's first row, and the first range holds every tile that one of the block's rows sees.
         """
         if spans is not None:
             mine = lax.div(row + self.lead, jnp.int32(self.part))
@@ -161,7 +161,7 @@ class Schedule(NamedTuple):
         """Shared memory for the numbers of a block's items (`steps.finish`)."""
         if not self.persistent:
             return {}
-        slots = self.stages + 2  # no warpgroup is more steps ahead of another one, nor more items
+        slots = self.stages + 2  # one warpgroup runs at most so many steps, and items, ahead
         items, full = plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots)
         return dict(items=items, item_full=full)
 
@@ -200,25 +200,25 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
         first_row = lambda level: level * block  # most queries see the first keys
         owners, pair_bytes = kv_heads, 4 * t * d * group  # Q and dO of a kv head
     else:
-        # The block that is not full is the first one, which sees the fewest keys: its first
-        # warpgroups have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8
-        # of 32 steps.)
+        # The partial block comes first, where it sees the fewest keys; its first warpgroups have
+        # nothing to do.  (At T = 1024 it has 64 of 192 rows; as the last block it took 8 of 32
+        # steps.)
         lead = 0 if call.general else (levels * block - t) // ROWS * ROWS
         first_row = lambda level: (levels - 1 - level) * block - lead  # most keys first
         owners, pair_bytes = h, 4 * s * d // group  # a head's share of K and V
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
     sections = mosaic.cdiv(pairs, fit)
-    # All sections are equal.  To divide by the width of a narrower last one ptxas would call a
-    # function, and serialize every wgmma of a kernel with a call (C7509, compiled relocatably).
+    # All sections are equal.  Dividing by the width of a narrower last section would take a call,
+    # and ptxas serializes every wgmma of a kernel with a call (C7509, compiled relocatably).
     while pairs % sections:
         sections += 1
     section = pairs // sections
     short = levels // 3 if call.causal and call.window is None and not call.segmented else 0
 
-    # Longest first, so that short ones fill the gaps at the end; but one section of the pairs after
-    # the other, so that what the running blocks stream stays in the L2 cache (50 MB).  As a block
-    # knows its next item early, the shortest third of all pairs comes last.
+    # Longest items first, so that short ones fill the gaps at the end; but section after section of
+    # the pairs, so that the columns being streamed stay in the L2 cache (50 MB).  Because a block
+    # takes its next item early, the shortest third of all pairs' items comes last.
     def in_sections(item):
         number, rest = mosaic.divide(item, section * (levels - short))
         level, pair = mosaic.divide(rest, section)
@@ -252,7 +252,7 @@ class Worker(NamedTuple):
     inputs: Any  # references to global memory, by name; ids and `spans` may be None
     results: tuple
     smem: Any  # what the kernel's `scratch` lists, by name
-    tma: Any  # the same, as TMA copies it
+    tma: Any  # the same memory in the layout that TMA copies
     wg: Any
 
     @property
@@ -272,7 +272,7 @@ def launch(
 
     inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: gives
     the shared memory and barriers of a Schedule by name.  by_keys: a block owns keys, not queries.
-    counter: a reference to one 0; without it the kernel gets its own.
+    counter: a reference to an array of one 0, made here by default.
     """
     s = schedule_of(inputs["q"], inputs["k"], tile, call, by_keys)
     q_ids, k_ids = segments or (None, None)
@@ -296,7 +296,7 @@ def launch(
         scratch_types=memory,
         **mosaic.grid(block=s.grid),
         num_threads=s.wgs,
-        # Sums of rows need no scratch, and some calls leave none.
+        # Row sums need no scratch, and some calls leave no shared memory for it.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -316,15 +316,15 @@ def forward_results(q, call: Call):
 
 
 def gradient(x, rows: int, call: Call):
-    """The type of the gradient of an array that may be padded: of `rows` rows."""
+    """The type of x's gradient, without x's padding: `rows` rows and D columns."""
     return jax.ShapeDtypeStruct((x.shape[0], rows, x.shape[2], call.width), x.dtype)
 
 
 def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> None:
     """Copies 64 rows from registers through a buffer of w.smem to target[batch, row:, head].
 
-    TMA stores them, and still runs afterwards.  Where it cannot (see `blocks_of`), each thread
-    stores 16 bytes at a time, none past the end.
+    TMA stores them asynchronously.  Where TMA cannot (see `blocks_of`), each thread stores 16 bytes
+    at a time, never past the end.
     """
     buffers = tiles_at(getattr(w.smem, name), at)
     for buffer, block in zip(buffers, value, strict=True):
@@ -365,7 +365,7 @@ def over_rows(accs: list, p, tile: list) -> None:
 def stat_rows(t: int) -> int:
     """Length of the arrays of row statistics (lse, delta) for t queries.
 
-    It is a whole number of blocks of every kernel: a copy of a contiguous row is a plain bulk copy,
-    which nothing clips at the end of the row.
+    It is a whole number of every kernel's blocks, because TMA copies a contiguous row by a plain
+    bulk copy, which does not stop at the end of the row.
     """
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS

@@ -1,12 +1,12 @@
-"""The items of a block, their steps, and the tiles whose copies these begin (Hopper).
+"""The items of a block, their steps, and the copies of tiles that the steps start (Hopper).
 
 A step takes one tile of columns.  A warpgroup sees the tiles of some of its block's steps:
 
     n0        first         unmasked          edge            last        end
     | others see | masked, if causal | seen whole | masked: window | others see |
 
-Queries start at the diagonal and go downwards: step n takes tile base - 1 - n; all items of a
-kernel block are numbered on.  Keys go upwards from the diagonal, once for each query head of their
+A block of queries goes downwards from the diagonal: step n takes tile base - 1 - n, and n counts on
+from item to item.  A block of keys goes upwards from the diagonal, once for each query head of its
 group: step r of a head takes tile base + r, and first ... end are counted from 0 in each head.
 """
 
@@ -27,7 +27,7 @@ class Stream(NamedTuple):
     """What streams past an item."""
 
     batch: Any
-    head: Any  # of the keys; by keys the first of the queries' heads
+    head: Any  # the kv head; for a block of keys, the group's first query head
     base: Any
     end: Any
     following: Any  # the block's next item, negative or None if there is none
@@ -47,7 +47,7 @@ class Item(NamedTuple):
     unmasked: Any
     edge: Any
     last: Any
-    count: Any  # of the block's items before
+    count: Any  # how many items the block had before
     side: Any  # 0 and 1 by turns
 
     @property
@@ -132,10 +132,10 @@ def or_none(s: Schedule, item):
 
 
 def finish(w: Worker, i: Item, store) -> None:
-    """store(), under which the block takes the item that it does after the following one.
+    """Calls store(); meanwhile the block takes the item that comes after its following one.
 
-    Whichever block finishes first takes the next item (the interpreter has them in turns).  The
-    first thread counts, and hands the number over when it has stored.
+    Whichever block finishes first takes the next item (the interpreter hands them out in turn).
+    The first thread counts, and hands the number over when it has stored.
     """
     s = w.schedule
     if not s.persistent:
@@ -151,7 +151,7 @@ def finish(w: Worker, i: Item, store) -> None:
 
 
 class Operand(NamedTuple):
-    """What streams as one operand of matmuls: its ring, and which warp of the loader fills it."""
+    """A streamed operand of the matmuls: its ring, and the loader's warp that fills the ring."""
 
     ring: Ring
     ref: Any
@@ -208,8 +208,8 @@ def step_of(i: Item, g, r) -> Step:
 def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
     """Starts to copy the tile of a step, the nth of its item, once all have left its buffer.
 
-    The tile may lie up to `x.ahead` tiles past its head's last one; the tiles of the next item
-    follow the last head's.
+    The tile may lie up to `x.ahead` tiles past its head's last one: it then belongs to the next
+    head or, after the last head, to the next item.
     """
     s = w.schedule
     past = nth - s.group * stream.end
@@ -235,7 +235,7 @@ def send_queries(w: Worker, step: Step, nth, stream: Stream, x: Operand):
 def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
     """Runs step(n, masked) for the steps start ... i.last - 1 of an item i.
 
-    start: after i.first.  crosses: the diagonal may cross those before i.unmasked.
+    start: i.first or later.  crosses: the diagonal may cross the tiles of steps before i.unmasked.
     """
     steps = lambda low, high, masked: pl.loop(low, high)(lambda n: step(n, masked))
     if crosses or s.segmented:  # segments may begin and end anywhere
