@@ -4,8 +4,8 @@
 
 Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
 after a multiplication by a power of 2 that brings max |a| close to the limit, and which the product
-divides out again (quantize.py).  The power comes from the tensor at hand, so a run has no further
-state.  Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
+divides out again (quantize.py).  The power comes from the current tensor, so training carries no
+scaling state.  Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 XLA replaces a dot_general of converted and scaled fp8 arrays with one call of cuBLASLt's fp8
 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12 does this only
@@ -139,8 +139,8 @@ def weight_gradients(totals: tuple | None, dtype, *pairs: tuple[Cast, Cast]) -> 
 def _product(a, a_scale, b, b_scale, *, axes, dtype, exact=False):
     """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
 
-    This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and
-    float32 it would not find one whose scales are float32.
+    Inside jit XLA recognises this form as an fp8 matmul.  In dtypes other than bfloat16 and float32
+    it would not recognise one with float32 scales.
     """
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32
     a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))

@@ -1,4 +1,4 @@
-"""Casts to 8-bit floating point, scaled by tensor, in the array's order and transposed.
+"""Casts to 8-bit floating point, scaled per tensor, in the array's order and transposed.
 
     s = the largest power of 2 with s max |x| <= L  (1 if x is 0),   values = cast(s x)
 
@@ -13,7 +13,7 @@ Two kernels, both bound by memory; XLA computes s between them:
     the cast      reads x; writes values and their transpose: for bfloat16, 4 bytes an element
 
 A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four adjacent
-rows, and joins the four values of a column to one word.  Shared memory, with swizzled rows,
+rows, and packs the four values of a column into one word.  Shared memory, with swizzled rows,
 transposes the words:
 
     x (four rows)    a0 b0 c0 ..        values    the same order
@@ -39,7 +39,7 @@ LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 5734
 TILE = 64  # rows and columns of a block
 _WORDS = TILE // 4  # words of a column
 _OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-# A lane has 4 words: 16 bytes, which it stores at once without a conflict of banks.
+# A lane has 4 words: 16 bytes, which it stores at once without bank conflicts.
 _ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, TILE), (2, TILE), (4,))), **_OPTIONS)
 # A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
 _DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
@@ -83,7 +83,7 @@ def cast_and_sum(x, dtype, kernel: bool, sums: bool, largest=None) -> tuple[Cast
         return result, totals[0] if sums else None
     scale, inverse = _scale(largest, dtype)
     values = saturated(x.astype(jnp.float32) * scale, dtype)
-    # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
+    # Without the barrier XLA on a GPU may cancel a cast and the cast back, and so the rounding.
     result = lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
     return result, x.astype(jnp.float32).sum(tuple(range(x.ndim - 1))) if sums else None
 
@@ -112,19 +112,19 @@ def _sizes(x):
 def norms(x, axis=-1):
     """(max |x|, the largest Euclidean norm along an axis), float32, in one pass; by XLA.
 
-    The norm may come out larger than it is, where squares leave float32's range.
+    The norm is overestimated where squares leave float32's range.
     """
     wide = x.astype(jnp.float32)
     largest, square = _sizes(wide).max(axis).max(), jnp.square(wide).sum(axis).max()
-    # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
+    # Squares below 1e-38 are lost, so a sum below 1e-30 may be far too small.
     plain = (square > 1e-30) & (square < jnp.inf)
     norm = jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)
     return named(largest), named(norm)
 
 
 def named(number):
-    """The largest of all devices inside shard_map, as the scales are the whole array's, named for
-    jax.checkpoint: saving it spares a pass over the array.
+    """The maximum over all devices inside shard_map, where scales belong to the whole array, named
+    for jax.checkpoint: saving it spares a pass over the array.
     """
     of, mesh = jax.typeof(number).manual_axis_type, jax.sharding.get_abstract_mesh()
     axes = tuple(of.varying if dispatch.shard_map_why_not() else mesh.manual_axes)
@@ -132,9 +132,9 @@ def named(number):
 
 
 def _scale(largest, dtype):
-    """s of an array whose largest |x| this is, and 1 / s; s is 0 if it is infinite.
+    """(s, 1 / s) of an array with this max |x|; s is 0 if the maximum is infinite.
 
-    Taken from the exponent's bits, which every form does alike, also inside a kernel.
+    Both come from the exponent's bits, so that all forms agree, also inside a kernel.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -228,9 +228,9 @@ def _maxima(tile, sources, out_ref):
 
 
 def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *, smems):
-    """A block casts four rows at a time, and transposes the words that they make."""
+    """A block casts four rows at a time, and transposes the words that hold the values."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
-    # From the end: what the maximum was last taken of may still be in the L2 cache.
+    # From the end: the elements that the maximum read last may still be in the L2 cache.
     row = all_values[0].shape[0] // _WORDS - 1 - row
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)

@@ -19,14 +19,14 @@ The kernels read this packed form, in tiles of 16 columns n and "planes" of 16 c
     scales, offsets (N/16, groups, 8, 2), of n = r and n = r + 8 together
 
 Each of a warp's 32 lanes holds its four words as it holds left operands of mma and wgmma, so no
-lane needs another's data, and a warp reads 512 bytes in a row.  Of each plane lane 4 r + j has four
-pairs a = 0 .. 3, of n = r + 8 (a mod 2) and k = 2 j + 8 (a div 2) and the next k.  The pairs of all
-planes fill the words, 16/b in each: their first codes the low half, from its lowest bits on, their
-second ones the high half.  docs/decoding.md has a picture.
+lane needs another's data, and a warp reads 512 bytes in a row.  Lane 4 r + j has four pairs a = 0
+.. 3 of each plane: n = r + 8 (a mod 2), and k = 2 j + 8 (a div 2) and the next k.  The pairs of all
+planes fill the words, 16/b pairs a word: the first codes go to the low half, from its lowest bits
+on, the second codes to the high half.  docs/decoding.md has a picture.
 
-2:4 has 256 of k in a step, and one part more than its values need.  Of the 4 blocks p of 16 fours c
-(k = 64 p + 4 c), planes 2 p and 2 p + 1 of the values have the first and the second kept weight, at
-c.  Plane p of the last part has 4 bits: the first kept place + 4 times the second.
+2:4 has 256 k in a step, and one part more than its values need.  A step has 4 blocks p of 16 fours
+c (k = 64 p + 4 c).  Planes 2 p and 2 p + 1 of the values hold the first and the second kept weight
+of each c; plane p of the last part holds 4 bits: the first kept place + 4 times the second.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from pallas_kernels.options import checked, own_settings
 Format = Literal["int", "fp8", "2:4"]
 COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
 TURN = 4  # steps that a warpgroup's warps take at once
-_CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to that which clips nothing
+_CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to the s that clips nothing
 E4M3_MAX = 448.0
 _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
 _STATIC = {"static": True}  # a field of a pytree that is no array
@@ -55,7 +55,7 @@ _STATIC = {"static": True}  # a field of a pytree that is no array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # == of arrays is no bool
 class QuantizedWeight:
-    """A (K, N) weight that `quantize` packed: a pytree of arrays, which the module defines."""
+    """A (K, N) weight that `quantize` packed: a pytree of the arrays described above."""
 
     words: Array
     scales: Array
@@ -198,7 +198,7 @@ def quantize(
     mosaic.check_axes("K N", w=w)
     _check_format(w.shape, bits, group, symmetric, format)
     of = jax.typeof(w).sharding
-    if any(of.spec):  # JAX packs no array that explicit axes of a mesh split
+    if any(of.spec):  # JAX cannot pack an array that is split over explicit mesh axes
         w = jax.sharding.reshard(w, of.update(spec=(None, None)))
     return _quantize(w, bits, group, symmetric, format)
 
@@ -343,7 +343,7 @@ def _pack(codes, bits, parts=1):
 
 
 def _shifts(bits):
-    """Of the pairs of a word and their halves."""
+    """The shifts of a word's pairs, and of both codes of a pair."""
     pairs = jnp.arange(16 // bits, dtype=jnp.uint32) * bits
     return pairs[:, None] + jnp.array([0, 16], jnp.uint32)
 
@@ -351,7 +351,7 @@ def _shifts(bits):
 def _pack_pairs(codes, places, bits):
     """Words of 2:4: the kept codes and their places (K/4, 2, N)."""
     pairs = jnp.take_along_axis(codes.reshape(-1, 4, codes.shape[1]), places, 1)
-    # Of 16 fours the first kept codes, then the second ones.
+    # For every 16 fours the first kept codes, then the second ones.
     pairs = mosaic.pad_axis(pairs, 0, 16).reshape(-1, 16, *pairs.shape[1:])
     values = pairs.swapaxes(1, 2).reshape(-1, codes.shape[1])
     places = (places[:, 0] + 4 * places[:, 1]).astype(jnp.uint32)

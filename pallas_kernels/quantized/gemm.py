@@ -2,7 +2,7 @@
 
 The gradient dx^T = w' dy^T is the same kernel with `back`: rows of its wgmmas are k, it sums over
 n, and the unpacked registers are transposed on their way (unpack.py).  Then swap K and N in what
-follows: y is dx, x is dy, 64 columns n are 64 of k, and a turn of 256 k is one of 256 n.
+follows: y is dx, x is dy, 64 columns n are 64 k, and a turn of 256 k is a turn of 256 n.
 
 As in matmul.py 64 columns n of w' are the rows of a wgmma, its left operand in registers, and rows
 of x its columns.  Here the tensor core is the limit, so it must never wait for unpacking:
@@ -45,12 +45,12 @@ from pallas_kernels.quantized.unpack import EDGE, TILES
 _WGS = 2
 _BLOCKS = 4  # of a turn; each is a step
 _TURN = _BLOCKS * EDGE  # of k: the longest step of the packed form
-_CHUNK = 64  # rows of x that the epilogue turns round at once
+_CHUNK = 64  # rows of x that the epilogue transposes at once
 _SMEM = 226 * 1024  # of a block; the rest of an SM's 227 KB is for barriers
 _MOST_SLOTS, _MOST_SPLITS = 3, 8
 
-# For `_clocks`, counted.  With _START seven of eight calls in docs/decoding.md took 0.94 to 1.13 of
-# it; the short K of 6144 x 2048 took 0.75.
+# For `_clocks`, counted.  With this _START seven of eight calls in docs/decoding.md took 0.94 to
+# 1.13 of the estimate; the short K of 6144 x 2048 took 0.75.
 _SMS = 132  # of an H100
 _START = 15000  # clocks of a block besides its steps
 _FINISH = 4000  # of the kernel that adds the sums of splits
@@ -96,9 +96,9 @@ def plan(m: int, weight: QuantizedWeight, most_splits=_MOST_SPLITS, *, back=Fals
 
 
 def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
-    """What a product should take: the waves of blocks, and the sums of splits."""
+    """The clocks that a product should take: the waves of blocks, and the sums of splits."""
     blocks = sets * mosaic.cdiv(m, rows)
-    # wgmma of 64 x rows x 64 takes 2 rows clocks, and a step has one for each warpgroup.
+    # A wgmma of 64 x rows x 64 takes 2 * rows clocks, and each warpgroup has one in a step.
     steps = mosaic.cdiv(turns, splits) * _BLOCKS * 2 * _WGS * rows
     sums = 2 * 4 * splits * blocks * rows * EDGE * _WGS  # bytes written and read
     others = _FINISH + sums / _BYTES if splits > 1 else 0
@@ -111,8 +111,8 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     back: x w'^T (M, K) for x (M, N) instead.
     """
     p, columns = plan(x.shape[0], weight, most_splits=1, back=back), weight.shape[not back]
-    # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
-    # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
+    # Mosaic wants whole swizzle tiles.  A warpgroup past the last tile copies nothing; but if there
+    # is a single tile, Mosaic (0.12) drops the coordinate, and the copy would land on this tile.
     width = max(_WGS, mosaic.cdiv(columns, EDGE)) * EDGE
     out = jax.ShapeDtypeStruct((mosaic.cdiv(len(x), 8) * 8, width), jnp.bfloat16)
     return _product(x, weight, out, p)[: len(x), :columns]
@@ -246,7 +246,7 @@ def _transposed(p: ManyPlan, kind, refs, slot):
 
 
 def _store_turned(p: ManyPlan, refs, total):
-    """Turns the tile round and stores it."""
+    """Transposes the tile and stores it."""
     plgpu.barrier_arrive(refs.done_bar)
     plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y
     y_smem = refs.x_smem.at[lax.axis_index("wg")]

@@ -17,7 +17,7 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
 Shared memory holds x, or norm(x) as bfloat16, and at the end the sums of the warps in float32.
 Each warpgroup loads a part of x while the first words are on their way.  For layer norm the first
 warpgroup loads all of x, because it needs the mean.  RMS norm is a factor that multiplies the sums
-at the end; before, x is only multiplied by the norm's weight.
+at the end; before that, x is only multiplied by the norm's weight.
 
 Sums are added in a fixed order, so two runs are equal bit for bit.  w' is never rounded: its levels
 are exact in bfloat16, and scales multiply sums.
@@ -39,7 +39,7 @@ from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
 from pallas_kernels.quantized.unpack import dot, load_words
 
 _SMS = 132  # of an H100
-_WGS = 8  # of an SM, whose registers hold them at 64 a thread
+_WGS = 8  # of an SM, whose registers suffice for 64 a thread
 # 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing:
 # with 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
 _AHEAD = 2
@@ -101,12 +101,12 @@ class RowPlan(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The turns of a warpgroup; the last of some are past the end."""
+        """Turns of a warpgroup; the last turn of some warpgroups is past the end."""
         return mosaic.cdiv(self.turns, self.wgs)
 
 
 def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> RowPlan:
-    """weights: of equal K and format, of one block each, or for swiglu of the same block."""
+    """weights: of equal K and format.  A block works on one of them, for swiglu on all."""
     weight, each = weights[0], len(weights) if activation == "swiglu" else 1
     tiles = sum(w.words.shape[0] for w in weights) // each
     turns = weight.steps // TURN
@@ -153,8 +153,8 @@ def products(
         bar=plgpu.Barrier(num_arrivals=p.wgs),
     )
     if p.staged:
-        # By itself Mosaic (JAX 0.12) would swizzle tiles of four rows, and a store of more rows in
-        # another way than loads of four rows read them.
+        # By default Mosaic (JAX 0.12) would swizzle tiles of four rows, and a store of more rows
+        # would swizzle differently from the loads of four rows.
         tiles = (plgpu.TilingTransform((TURN, step)),)
         scratch |= dict(
             x_smem=plgpu.SMEM((p.turns * TURN, step), jnp.bfloat16, transforms=tiles),
@@ -233,7 +233,7 @@ def _multiply(p: RowPlan, refs, turn, fetched, accs):
 def _bring(p: RowPlan, refs, wg):
     """Writes a warpgroup's share of the turns of x to shared memory.
 
-    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
+    With RMS norm it writes x times the norm's weight, and each warp's sums of x^2.
     """
     layout = mosaic.warp_rows(p.step // LANES)
     at_once = _BROUGHT // (p.step // LANES) // (1 if refs.norm is None else 2)
@@ -272,7 +272,7 @@ def _normalize(p: RowPlan, refs):
     k = p.turns * TURN * p.step
 
     def mean(x, slot):
-        """The mean of all numbers, by way of the sums of the warps."""
+        """The mean of all numbers, from the sums of the warps."""
         part = refs.norm_smem.at[slot]
         turns = [x[i * TURN : (i + 1) * TURN] for i in range(p.turns)]
         mosaic.store(part, jnp.sum(functools.reduce(jnp.add, turns), axis=1))

@@ -1,8 +1,8 @@
 """The kernel of quantized_linear for 2 to 64 rows: y^T = W^T x^T, and W is unpacked in registers.
 
-wgmma multiplies 64 rows at least, so the columns n of W are its rows, and the M rows of x are its
-columns, padded to 8 or more.  It reads its left operand from registers, which is where a thread
-unpacks W (unpack.py), and x^T from shared memory.
+wgmma multiplies at least 64 rows, so the columns n of W are its rows, and the M rows of x are its
+columns, padded to 8 or more.  wgmma reads its left operand from registers, where a thread unpacks W
+(unpack.py), and x^T from shared memory.
 
     block (n, split)   64 columns n, turns [split T / splits, (split + 1) T / splits) of K
     warpgroup wg       every `wgs`-th of these turns, and its own ring of `stages` buffers:
@@ -11,8 +11,8 @@ unpacks W (unpack.py), and x^T from shared memory.
     scales (4, groups, 16)      -> registers ---^                            |
     x      (rows, span steps)   -> shared memory ---------------------------+
 
-A turn is `span` steps of 64 k or more, which are one or two of the packed form; it ends once its
-wgmmas are done.
+A turn is `span` steps of 64 k or more; a step is one or two steps of the packed form.  A turn ends
+once its wgmmas are done.
 
 The warpgroups then add their sums in a fixed order (the last one passes its sum to the one before),
 and the first writes the block's sum, in float32.  XLA adds the splits, in order, in the kernel that
@@ -165,7 +165,7 @@ def _multiply(p: FewPlan, kind, refs, i, acc):
 
 
 def _pass_on(p: FewPlan, refs, w: int, total):
-    """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
+    """Adds the sum of the warpgroups after w, and passes the result to w - 1, or to memory."""
     if w < p.wgs - 1:
         plgpu.barrier_wait(refs.turn_bars.at[w])
         total = total + read(refs.sum_smem, WGMMA)

@@ -7,8 +7,8 @@ quarter of the time of bfloat16.  The kernels (gemv.py for one row, matmul.py fo
 for more) unpack words in registers and multiply on the tensor core; w' never exists in memory.
 XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
 
-With `weight.plain()` in place of the weight x is quantised, too, for many rows: the tensor core
-multiplies 8 bits twice as fast as bfloat16.
+For many rows `weight.plain()` can take the weight's place.  x is then quantised, too, and the
+tensor core multiplies 8 bits twice as fast as bfloat16.
 
     x ~ codes t,   t = max |x| / 127 (int8) or / 448 (fp8) of a row;   w' = codes s of a column
     |x - codes t|  at most t / 2 (int8), or 2^-4 |x| + 2^-10 t (fp8), and float32's rounding
@@ -114,7 +114,7 @@ def _product(x, weight, bias, dtype, kernel: bool):
 def _plain_sums(x, weight: PlainWeight, dtype):
     """x w' in float32 for x (..., K), quantised by row (float64 for float64).
 
-    dtype: of the result that is made of it.
+    dtype: of the result that the caller makes of these sums.
     """
     codes, t = quantize_rows(x, weight.codes.dtype)
     # Sums of fp8 as bfloat16 are half the bytes: for 4096 x 4096 x 14336 an H100 takes 416 us, and
@@ -129,7 +129,7 @@ def _plain_sums(x, weight: PlainWeight, dtype):
 def quantize_rows(x, dtype):
     """x (..., K) as codes in int8 or float8_e4m3fn, and scales (..., 1): x is about their product.
 
-    A row that is not finite gets a scale that is not.
+    A row that is not finite gets a scale that is not finite.
     """
     x = x.astype(mosaic.stat_dtype(x.dtype))
     integer = dtype == jnp.int8

@@ -7,8 +7,8 @@ of a word.  For 4 bits and plane q of a step:
     shift, mask, flip  0x430j_a      0x430h_a          two bfloat16: 128 + code
     subtract           code - 8      code - 8          128 + 8, exact
 
-So two weights cost three instructions.  In 128 + code the last bit of the mantissa is 1; other
-widths have other places and exponents (`_level`).
+So two weights cost three instructions.  In 128 + code the last bit of the mantissa is worth 1;
+other widths have other places and exponents (`_level`).
 
 Mosaic has no such instructions on arrays.  So this file makes them in Mosaic's own language, on the
 registers of one thread; tests/specifications.py says what they do to whole arrays.
@@ -130,10 +130,10 @@ def read_scales(refs, layout, *places) -> tuple[list, list]:
 
 
 def right_operand(x, format: Format):
-    """x (M, K) with its k in the order of `tile`, padded to whole blocks of 64, two at least.
+    """x (M, K) with its k in the order of `tile`, padded to whole blocks of 64, at least two.
 
-    K takes whole steps of a weight, 128 k at least, and a copy past the end of an array with a
-    single block would read this block again.  More than 8 rows are padded to a multiple of 8.
+    The kernels read whole steps of a weight, at least 128 k, and a copy past the end of an array
+    of one block would read this block again.  More than 8 rows are padded to a multiple of 8.
     """
     x = mosaic.pad_axis(x, 0, 8) if len(x) > 8 else x
     across = 16 * PLANES
@@ -191,8 +191,8 @@ def _load(parts, _, ref):
     at = arith.addi(at, arith.muli(lane, number(4 * WORDS)))
     address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
     address = arith.addi(address, arith.index_cast(i64, at))
-    # Mosaic's own load cannot spare the L1 cache, which keeps x.
-    # ptxas would unroll the loop, and for 8 bits take 99 registers instead of 55.
+    # Mosaic's own load would fill the L1 cache, which should keep x.
+    # Without the pragma ptxas unrolls the loop, and for 8 bits takes 99 registers instead of 55.
     code = (
         '{ .pragma "nounroll"; .reg .u64 a; cvta.to.global.u64 a, $4; '
         "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
@@ -283,7 +283,7 @@ def operands(words, planes: range, bits: int, format: Format) -> list:
     """The levels of some planes: for each plane four registers, the pairs.
 
     words: for each part of a step a lane's four words.
-    In 2:4 plane 4 p + m has place m of the fours of block p; `planes` are whole blocks'.
+    In 2:4 plane 4 p + m has place m of the fours of block p; `planes` covers whole blocks.
     """
     if format == "2:4":
         blocks = range(planes.start // 4, planes.stop // 4)
@@ -318,7 +318,7 @@ def _two_of_four(words, block: int, bits: int):
 
 def _level(halves, place: int, bits: int, format: Format):
     """Two bfloat16 levels from two codes at `place` of their halves."""
-    if format == "fp8":  # sign to sign, exponent to exponent: 2^-120 of the number
+    if format == "fp8":  # bfloat16 with the same sign and exponent bits: 2^-120 times the number
         sign = _take(_shift(halves, 8 - place), 0x8000)
         small = arith.ori(sign, _take(_shift(halves, 4 - place), 0x07F0))
         return _fma(small, constant(0x7B80 * _HALVES))
