@@ -25,7 +25,7 @@ class CellCall(NamedTuple):
     """The static arguments of a call."""
 
     dqk: int  # DQK without padding
-    dv: int  # the same of DV
+    dv: int  # DV without padding
     normalize: bool
     first: bool  # an initial state is given
     last: bool  # the final state is returned
@@ -33,7 +33,7 @@ class CellCall(NamedTuple):
 
 
 def in_place(packed: Packed) -> bool:
-    """Whether the kernels take the array as it is: without padding."""
+    """Whether the kernels read the array in place: it needs no padding."""
     (_, dqk), _, (_, dv), *_ = packed.parts
     return not (dqk % SIZE or dv % SIZE)
 
@@ -117,7 +117,7 @@ def _gradient(mode, into, *operands) -> tuple[Any, Any]:
     if into is None:
         gradient, *results = run(None, *operands)
         return gradient, results
-    # No copy: the kernel writes its own columns of the array.
+    # Without a copy: the kernel writes only its columns of the array.
     into = into.reshape(operands[-1].array.shape)
     if mode == "dv":  # has no further results
         return mosaic.in_place(run, into, *operands), ()
@@ -129,12 +129,12 @@ def cell_backward(call, saved, cotangents):
     arrays, g, c, n, norm, sign, normed = saved
     (dh, d_last), dweight, joint = cotangents, None, None
     if normed is not None:
-        # joint: the gradient of the array, with the columns of o alone; dq, dk and dv follow.
+        # joint: the array's gradient, of which only o's columns are written; dq, dk and dv follow.
         dh, dweight, *_, joint = norms.backward(True, call.norm_eps, normed, (dh, None))
     q, k, v = _heads(arrays, dh.shape[2], call)
     dh = Heads.of(dh, dh.shape[-1])
-    # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a
-    # row must then use the rounded N, because terms far larger than the gates' gradients cancel.
+    # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All terms
+    # of a row must then use the rounded N: terms far larger than the gates' gradients cancel.
     row = g.row + jnp.log2(norm)
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded

@@ -1,4 +1,4 @@
-"""The gates of the mLSTM kernels: all that is one number for each position or chunk, in plain jnp.
+"""The gates of the mLSTM kernels: everything with one number per position or chunk, in plain jnp.
 
 The formulas come from `reference.chunkwise`, in float32 and without gradients of m.
 Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
@@ -163,7 +163,7 @@ def _shifted(x, n):
 
 
 def _padded(x, before, after):
-    """x with so many identities of _compose before and after it, along the last axis."""
+    """x padded along the last axis with `before` and `after` identities of _compose."""
     widths = [(0, 0, 0)] * (x[0].ndim - 1) + [(before, after, 0)]
     pairs = zip(x, EMPTY, strict=False)
     return tuple(lax.pad(z, jnp.asarray(empty, z.dtype), widths) for z, empty in pairs)

@@ -26,8 +26,8 @@ on every NVIDIA GPU since Ampere, by the copies and matmuls of ampere.py:
 
     step n:  wait for square n     square n + 2 on its way     multiply
 
-A result leaves through the slot of the last square that it needed.  As a result of mma W lies where
-the next mma wants its left operand.
+A result leaves through the slot of the last square that it needed.  mma leaves W in the registers
+where the next mma wants its left operand.
 """
 
 import functools
@@ -150,7 +150,7 @@ def load_square(w: ChunkWorker, n):
 
 
 def square(w: ChunkWorker, n):
-    """The n-th square.  All threads have done then with the one before it."""
+    """Waits for the n-th square.  All threads are then done with the square before it."""
     ampere.wait(SLOTS - 2)
     load_square(w, n + SLOTS - 1)
     return w.smem.ring.at[lax.rem(n, SLOTS)]
@@ -160,7 +160,7 @@ def square(w: ChunkWorker, n):
 
 
 def a_times(w: ChunkWorker, n, turned: bool):
-    """A times the squares from number n on, or with `turned` times the transposed ones."""
+    """A times the squares from number n on, or with `turned` times the transposed squares."""
     multiply = ampere.times_columns if turned else ampere.times_rows
 
     def one(part, acc):
@@ -223,7 +223,7 @@ def load_columns(w: ChunkWorker, name, tile=0):
 
 
 def load_tile(w: ChunkWorker, name):
-    """Loads a vector and broadcasts it to a tile of W; all but col are of the rows that see."""
+    """Loads a vector and broadcasts it to a tile of W; all but col belong to the rows that see."""
     if (name == "col") == w.schedule.transposed:
         return broadcast_rows(load_rows(w, name))
     return load_columns(w, name)
@@ -321,8 +321,8 @@ def backward_dq(w: ChunkWorker, ab, n):
         dot += scale * sums_with_y(w, through[-1], n + s.parts)
         n += s.parts + 1
     store_stats(w, dot)
-    # Add the normaliser's part of the gradient of every weight in a row.  From another index D is
-    # computed again; the first one would not fit in the registers.
+    # Add the normaliser's part of the gradient of every weight in a row.  A new index makes the
+    # compiler compute D again; the first D would not fit in the registers.
     w = w._replace(index=materialize(w.index))
     shift = load_rows(w, "sign") * dot
     weights = materialize(left(w, weights + decays(w) * broadcast_rows(shift)))
@@ -363,8 +363,8 @@ def chunk_outputs(
     vectors: name -> (B,H,N,64) float32: row, col and scale; one (forward), sign (dq) or shift (dk);
         and start, which is None if every sequence is one document.
     along: (B,H,N,DX) float32, n or dn.
-    like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
-        array and stands where it stands; the array's other columns are undefined.
+    like: q for dq and k for dk (which read it as Y), v for dv.  The result has the shape of like's
+        array and the columns of `like`; the other columns are undefined.
     joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
     (batch, heads, chunks, _), length = vectors["row"].shape, a.array.shape[1]

@@ -52,7 +52,7 @@ def vlstm(
     """Returns h for every position, in q's dtype, or with return_state (h, the final state).
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
-        and DV in multiples of 64; otherwise it is split in copies.
+        and DV in multiples of 64; otherwise it is split into copies.
     i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
         closes the input gate.
     gate: whether the input gate is exp(i) or sigmoid(i).
@@ -61,8 +61,8 @@ def vlstm(
         first segment, the final state to the last.
     initial_state: (C, n, m), float32, which represents (C e^m, n e^m); default zero.
     norm_weight: returns sigmoid(o) layer_norm(h, norm_weight, eps=norm_eps) in place of h, where o
-        is a fourth part of the `Packed`.  h is rounded to q's dtype, and the norm computes as
-        `layer_norm`.  In place DV must divide 2 NH DQK.
+        is a fourth part of the `Packed`.  h is rounded to q's dtype before the norm, which computes
+        like `layer_norm`.  The kernels read o in place only if DV divides 2 NH DQK.
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;

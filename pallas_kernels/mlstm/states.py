@@ -52,7 +52,7 @@ class Heads:
 
     array: Any  # (B,T,tiles,64), or a reference to it
     tiles: int = field(metadata=dict(static=True))  # across a head
-    first: int = field(metadata=dict(static=True))  # tile of the array
+    first: int = field(metadata=dict(static=True))  # the array's tile where the first head begins
 
     @classmethod
     def of(cls, x: jax.Array, width: int, start: int = 0) -> Self:
@@ -120,8 +120,8 @@ class Walker(NamedTuple):
         return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
 
     def decay(self, n):
-        """The decay of step n, the last one's past it."""
-        # A step loads the next decay: from global memory it takes as long as the matmul.
+        """The decay of step n; past the last step, the decay of the last one."""
+        # A step loads the next step's decay: this takes as long as the matmul.
         n = jnp.minimum(n, self.steps - 1) if not isinstance(n, int) else n
         return self.inputs.decay[self.b, self.h, self.chunk(n)]
 
@@ -144,8 +144,8 @@ def states(
     float32, None if not `last`.
     other: shaped like the states before.  dots are then (B,H,N,tiles,DX) float32, and their sums
     over the last two axes are the inner products of the unrounded S with `other`; else None.
-    reverse: walks from the last chunk to the first; "before" and "last" refer to that order.  These
-        are gradients, which do not saturate in float16: loss scaling relies on infinities.
+    reverse: walks from the last chunk to the first; "before" and "last" refer to that order.  The
+        states are then gradients and do not saturate in float16: loss scaling needs infinities.
     """
     (batch, heads, chunks, _), dtype = weight.shape, x.array.dtype
     # Two blocks fit an SM, by registers and shared memory.
