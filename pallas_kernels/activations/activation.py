@@ -103,7 +103,7 @@ def swiglu_why_not(gate, up) -> str | None:
 
 
 def why_slower(x, *others) -> str | None:
-    """Generation takes as long as it has kernels."""
+    """Why XLA is faster, or None.  In generation the number of kernels decides the time."""
     if x.size % _BLOCK:
         return f"the kernel would pad {x.size} elements to a multiple of {_BLOCK}"
     few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
@@ -166,7 +166,7 @@ def swiglu_backward_tile(gate, up, dy):
 
 
 def finished(activation, ys, biases, residual):
-    """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
+    """Adds the biases, applies the activation and adds the residual, for some rows of a result."""
     ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
     tile = {"gelu": gelu_forward_tile, "swiglu": swiglu_forward_tile}.get(activation)
     (y,) = tile(*ys) if tile else ys
@@ -176,9 +176,9 @@ def finished(activation, ys, biases, residual):
 # ---- both passes -------------------------------------------------------------------------------
 
 
-# The forward pass of each returns its result and what the backward pass needs; that one takes
+# A forward pass returns the result and what the backward pass needs.  A backward pass takes
 # apply(tile, *inputs), which computes the gradients from the inputs and dy: `elementwise`, or the
-# kernel that multiplies for dy first (feed_forward.py).
+# kernel whose matmul computes dy first (feed_forward.py).
 
 
 def _with_kernel(name, forward, backward):

@@ -109,8 +109,8 @@ def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implement
     else:
         z = first(x, up)
         if precision is not None:
-            # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its
-            # own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+            # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, and then
+            # refuse to compile this call ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
             z = lax.optimization_barrier(z)
         op, inputs = activation.gelu, [z, bias]
     if fused:
@@ -225,8 +225,8 @@ def _fp8_backward(saved, dy):
 _fp8 = with_gradient(_fp8_forward, _fp8_backward)
 
 
-# Each activation has a function of what its kernels begin with: (casts of x and of the weights, the
-# products, a bound of |h|, bounds of the derivatives of h by the products).
+# For each activation a function returns what its kernels start from: (casts of x and of the
+# weights, the products, a bound of |h|, bounds of the derivatives of h by the products).
 
 
 def _gelu_inputs(x, up, bias, row_norm):

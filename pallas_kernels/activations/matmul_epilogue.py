@@ -17,8 +17,8 @@ A persistent block on each SM computes tiles of 128 x 128.  Its two warpgroups a
 
 The buffers are filled in the order of the tiles.  The warpgroup that has read one refills it at
 once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer; each waits
-only for its own tiles, at its own barriers.  The outputs overwrite the inputs in their buffers,
-each thread what it has read itself.
+only for its own tiles, at its own barriers.  The outputs overwrite the inputs in their buffers;
+each thread overwrites only what it has read itself.
 
 wgmma computes b a^T, the product transposed; loads and stores of the chunks transpose.
 """

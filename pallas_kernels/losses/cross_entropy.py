@@ -10,7 +10,7 @@ which for logits near 1000 has a rounding error of 3e-5 that enters every probab
 The kernel, which linear_cross_entropy shares, computes the statistics of a row, its gradient, or
 both.  A block takes one row.  It reads the row from memory for its maximum and its sum (Milakov
 and Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3), reads it again from
-the L2 cache, and writes dz, if it may over the row.  Its warpgroups share the row:
+the L2 cache, and writes dz, over the row if allowed.  Its warpgroups share the row:
 
     a row              | part 0        | part 1        | part 2        | part 3        |
                          warp 0          warp 1          warp 2          warp 3     of every group
@@ -119,8 +119,8 @@ def mask_by_label(value, labels, vocab_size, ignore_index):
     """`value` for a label in the vocabulary, 0 for ignore_index, NaN for any other label."""
     ignored = labels == ignore_index
     known = ignored | ((labels >= 0) & (labels < vocab_size))
-    # The product makes the reference's gradient NaN too if the label is wrong.  NaN is a root, as
-    # jax_debug_nans stops at a constant.
+    # The product makes the reference's gradient NaN too if the label is wrong.  NaN is computed by
+    # sqrt, because jax_debug_nans would stop at a NaN constant.
     return jnp.where(ignored, 0.0, value * (1 + jnp.sqrt(jnp.where(known, 0.0, -1.0))))
 
 
@@ -212,7 +212,7 @@ class _Cut(NamedTuple):
     @property
     def unroll(self) -> int:
         """Loads that a thread has in flight."""
-        # A cap takes registers: of a narrow tile six loads need 87, three 62.
+        # A cap takes registers: for a narrow tile, six loads need 87 and three need 62.
         return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def layout(self, width):

@@ -164,7 +164,7 @@ def linear_cross_entropy_reference(
 ):  # fmt: skip
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
     weight = summed(weight, total)
-    if fp8 and x.dtype != jnp.float64:  # which is not rounded: the truth in tests
+    if fp8 and x.dtype != jnp.float64:  # float64 is not rounded: tests take it as the truth
         w = weight if transposed else weight.T
         z = fp8_linear.linear(x, w, None, None, None, False)
     else:

@@ -27,7 +27,7 @@ from pallas_kernels.norms.tiles import LINES, Tiling, choose_tiling
 
 
 def statistics(centered: bool, t, mean, x, eps):
-    """One number or three of each line, from x(chunk); mean(f) has the row means of f(chunk)."""
+    """One or three numbers for each line, from x(chunk); mean(f): the row means of f(chunk)."""
     if not centered:
         return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
     average = mean(x)
@@ -63,11 +63,11 @@ def differentiate(t, n, g, means, r, *_):
 def forward(x, weight, bias, residual, x_bias, gate, centered, eps):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    x_bias: is added to x first; the backward pass sums its gradient by heads if it has some, and
+    x_bias: is added to x first; if it has heads, the backward pass sums its gradient by heads, and
     needs the statistics in this order.
     gate: may be the last heads of a wider array, which is read in place.
-    Returns (y, s), None without a residual, and what the backward pass needs; of it the statistics
-    are float32 (heads, sets of rows, lines).
+    Returns (y, s), where s is None without a residual, and what the backward pass needs; the
+    statistics in it are float32 (heads, sets of rows, lines).
     """
     x, params = mosaic.plus(x, x_bias), (weight, bias, x_bias)
     rows, of_residual, of_gate, *own = flatten(x, params, (x, residual, gate))
@@ -106,7 +106,7 @@ def _normalise(
         each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
         return {k: each(ref) for k, ref in source.items()}
 
-    # No load passes a store, so all loads come first.
+    # The compiler moves no load before a store, so all loads come first.
     for group, rows in enumerate([load(group) for group in range(t.groups)]):
         at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
 
@@ -195,8 +195,8 @@ def backward(centered, _, saved, cotangents):
     """Gradients of `forward`'s arrays in one pass over memory; XLA adds up the blocks' sums.
 
     The gradient of x_bias is x's, summed over the rows, for which XLA would need another pass.
-    A gate needs a forward pass without a bias.  If it is a part of a wider array, its gradient
-    stands where it stands in an array like that, whose other columns are undefined.
+    A gate needs a forward pass without a bias.  If the gate is a part of a wider array, its
+    gradient is the same part of such an array, whose other columns are undefined.
     """
     (x, stats, *params, gate), (dy, ds) = saved, cotangents
     shapes, dtype = (x.shape, None if gate is None else gate.shape), dy.dtype
@@ -204,7 +204,7 @@ def backward(centered, _, saved, cotangents):
     x, dy, ds, gate, weight, *_ = flatten(x, params, (x, dy, ds, gate))
     t = choose_tiling("backward", x.shape, x.dtype)
     sums = jax.ShapeDtypeStruct((t.heads, t.blocks, t.strips, t.strip), jnp.float32)
-    # Steps take turns, so that a warp that is a step ahead overwrites nothing.
+    # Steps alternate between two buffers, so a warp that is a step ahead overwrites nothing.
     means = plgpu.SMEM((2, t.groups * (1 + centered), LINES), jnp.float32)
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     types = like(x), like(gate), (sums,) * len(original)
@@ -275,7 +275,7 @@ class _Tile(NamedTuple):
         return few or self.dgate is not None
 
     def operands(self, group, c):
-        """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
+        """n, g and dy of a chunk; with a gate dy is the norm's gradient, and dgate is written."""
         n = normalise(self.t, self.load("x", group, c), *self.stats[group])
         dy = self.load("dy", group, c)
         gate = None if self.dgate is None else mosaic.sigmoid(self.load("gate", group, c))
@@ -321,7 +321,7 @@ def _second_pass(now: _Tile, totals, kept, means):
                 totals["x_bias"][c] += dx
             mosaic.store(now.t.lines(now.dx, group, c), dx)
         if not now.t.wide:
-            # Without it ptxas -c for 8.x takes 185 registers at C = 128, not 80.
+            # Without this barrier ptxas -c for 8.x takes 185 registers at C = 128, not 80.
             ampere.meet()
 
 

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last axis, alone or fused with what stands around them.
+"""Layer norm and RMS norm over the last axis, alone or fused with the ops around them.
 
     layer norm   n = (x - mean(x)) r,   r = 1 / sqrt(mean((x - mean(x))^2) + eps)
     RMS norm     n = x r,               r = 1 / sqrt(mean(x^2) + eps)
@@ -91,7 +91,7 @@ def _run(centered, implementation, eps, *arrays):
 
 @jax.custom_jvp
 def rsqrt(x):
-    """1 / sqrt(x), whose gradient takes no r^3: float32 does not hold it for rows beyond 1e13."""
+    """1 / sqrt(x), whose gradient never forms r^3: it underflows float32 for rows beyond 1e13."""
     return lax.rsqrt(x)
 
 
@@ -108,7 +108,7 @@ def normed_in_jnp(x, weight, bias, residual, x_bias, gate, *, centered, eps):
         # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
         s = lax.optimization_barrier(s + residual)
     z = s.astype(mosaic.stat_dtype(s.dtype))
-    mean = lambda z: z.sum(-1, keepdims=True) / max(z.shape[-1], 1)  # of no columns 0, not NaN
+    mean = lambda z: z.sum(-1, keepdims=True) / max(z.shape[-1], 1)  # without columns 0, not NaN
     z = z - mean(z) if centered else z
     y = z * rsqrt(mean(z * z) + eps)
     y = mosaic.plus(y if weight is None else y * weight.astype(y.dtype), bias)

@@ -105,7 +105,7 @@ class Tiling(NamedTuple):
         return self.broadcast(mosaic.load(ref.at[chunk], self.layout.reduce(0)), axis=1)
 
     def once(self, x, chunk):
-        """Sets to zero what an earlier chunk has, too, so that a sum counts it once."""
+        """Zeroes the elements that an earlier chunk also has, so that a sum counts them once."""
         repeated = chunk * LINES - self.first_strip(chunk) if self.wide else 0
         if not repeated:
             return x
@@ -120,7 +120,7 @@ class Tiling(NamedTuple):
 def choose_tiling(direction, shape, dtype) -> Tiling:
     """The tiling for arrays (rows, heads, cols); dtype: of x.
 
-    Statistics of both directions have one order: a row is narrow in both or in none.
+    Both directions keep the statistics in one order, so a row is narrow in both or in neither.
     """
     rows, heads, cols = shape
     # Rows are padded only if they are too short for four warps.
