@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        # The first look at an op imports JAX.  `from pallas_kernels import torch` asks here, too,
-        # and mostly does not need JAX.
+        # The first access to an op imports JAX.  `from pallas_kernels import torch` comes here,
+        # too, and mostly does not need JAX.
         if name == "__all__" or not (name.startswith("__") or find_spec(f"{__name__}.{name}")):
             from pallas_kernels import public
 

@@ -6,13 +6,13 @@
 
 A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.  Hopper's
 attention calls `store_rows` for what TMA cannot store, each warpgroup for its own tile.
-Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
-copies are written here in Mosaic's own language; the tests' interpreter runs what
-tests/specifications.py says of them.
+Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So this file
+emits the copies as MLIR; the tests' interpreter runs the specifications of these copies in
+tests/specifications.py.
 
-A tile in shared memory (`mosaic.tiled`) has rows of 8 x 16 bytes (or 4), and 16 bytes number c of
-row r stand at place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of
-one column then lie in different banks, which ldmatrix reads at once.
+A tile in shared memory (`mosaic.tiled`) has rows of 8 (or 4) pieces of 16 bytes, and piece c of row
+r stands at place c ^ (r % 8) of its row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of one
+column then lie in different banks, which ldmatrix reads at once.
 """
 
 import functools
@@ -63,7 +63,7 @@ def wait(n: int = 0) -> None:
 
 
 def meet() -> None:
-    """Waits until all threads are here: what they have written to shared memory can be read."""
+    """Waits for all threads of the block; their writes to shared memory can then be read."""
     plgpu.inline_mgpu()(functools.partial(_wait, None))()
 
 
@@ -102,13 +102,13 @@ def left(x):
 
 
 def as_left(x, dtype):
-    """A result of mma, rounded to dtype, as the left operand of the next: no thread moves it."""
+    """A result of mma, rounded to dtype, as the next mma's left operand, in the same threads."""
     dtype = jnp.dtype(dtype)
     code = functools.partial(_as_left, dtype)
     return inline(code, (WGMMA,), x.shape, dtype, plgpu.Layout.MMA_LHS(dtype))(x)
 
 
-# ---- in Mosaic's own language ----------------------------------------------------------------
+# ---- in MLIR ---------------------------------------------------------------------------------
 
 
 def _move(code, array, tile, *where):
@@ -140,7 +140,7 @@ def _store_rows(shape, tile_shape, _, array, tile, *where):
 def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     """A thread's first addresses in global and in shared memory, and its pieces of 16 bytes.
 
-    A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
+    A piece: what to add to both addresses, in bytes, and whether it is inside the array.
     """
     element = ir.MemRefType(array.type).element_type
     batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
@@ -220,7 +220,7 @@ def _less(x, y):
 
 
 def _wait(copies: int | None, _):
-    """copies: those that may still be under way; None: of whatever number."""
+    """copies: how many may still be under way; None: any number."""
     if copies is not None:
         nvvm.cp_async_wait_group(copies)
     mgpu.warpgroup_barrier()

@@ -10,7 +10,7 @@ which they are tried.  The op checks its arguments and calls `run(op, forms, imp
   "xla"     takes the last form, the jnp reference
 
 Forms on "hopper" need a Hopper GPU (9.0), or at least its TMA; "general" ones run on every NVIDIA
-GPU since Ampere (8.0).  Only an H100 has run the general ones, so cuDNN stands before them.
+GPU since Ampere (8.0).  Only an H100 has run the general forms, so cuDNN is tried before them.
 JAXLLM_KERNELS=general in the environment leaves out the forms on Hopper and on cuDNN.
 
 `explain()` reports the decisions recorded while JAX traced, and on a GPU the kernels' compiler: one
@@ -132,15 +132,15 @@ def choose(
     refused: list[Decision] = []
     for form in forms:
         slower = next((r for r in refused if r.kind == "slower"), None)
-        if form.is_kernel and slower:  # than XLA or cuDNN, and so is every kernel after it
+        if form.is_kernel and slower:  # every kernel after a slower one is slower, too
             why = slower.kind, slower.why
         else:
             why = _why_not(form, forms, implementation, arrays, options)
         if why is None:
             kind, why = ("asked", "asked for") if implementation else ("fits", "supported")
             if refused and not form.is_kernel:
-                # The refusal that says most: that XLA is faster than a kernel which supports the
-                # call, or else the first one by which a kernel is not for it.
+                # The most telling refusal: that XLA is faster than a kernel which supports the
+                # call, or else the first reason why a kernel does not support it.
                 kernels = [r for r in refused if r.runs in _KERNELS]
                 of_call = (r for k in ("slower", "unsupported") for r in kernels if r.kind == k)
                 _, _, kind, why = next(of_call, refused[0])
@@ -171,7 +171,7 @@ def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, 
 
 def record(decision: Decision) -> None:
     """Records a decision for `explain()`, and logs the first of each kind that runs no kernel."""
-    told = decision.kind not in ("asked", "fits")  # which an op without kernels does on XLA
+    told = decision.kind not in ("asked", "fits")  # an op without kernels fits XLA
     if decision not in _decisions and told and decision.runs not in _KERNELS:
         # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
         missed = jax.default_backend() != "cpu" and not decision.supported

@@ -88,7 +88,7 @@ def why_not(tokens, wte, wpe, *, dtype) -> str | None:
 
 
 def why_slower(tokens, *arrays, dtype) -> str | None:
-    """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
+    """Why XLA's form is faster, or None: in generation the number of kernels decides the time."""
     return "XLA fuses the lookups of one position" if tokens.shape[1] == 1 else None
 
 

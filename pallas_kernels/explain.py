@@ -194,8 +194,8 @@ def _as_taken(annotation, x):
 def _case(op: str, arguments: dict[str, Any]) -> tuple[Case, dict[str, int]]:
     """A case of the benchmark for any call, and its sizes.
 
-    It is the benchmark's own where that counts the call's work.  Otherwise the case has the forward
-    pass alone, and XLA counts the operations of the jnp form.
+    It is the benchmark's own case if that counts the call's work.  Otherwise the case has the
+    forward pass alone, and XLA counts the operations of the jnp form.
     """
     trees = {name: x for name, x in arguments.items() if jax.tree.leaves(x) and _is_array(x)}
     options = {name: x for name, x in arguments.items() if name not in trees}

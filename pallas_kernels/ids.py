@@ -17,7 +17,7 @@ _LEAST, _MOST = -(2**31), 2**31 - 1
 
 
 def saturated(name: str, x: Ids) -> jax.Array:
-    """x as int32; numbers that int32 does not hold become its least or its largest number."""
+    """x as int32; numbers outside int32's range are clipped to it."""
     x = _checked(name, x)
     if not _fits(x):
         clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
@@ -45,7 +45,7 @@ def positions(x: Ids) -> jax.Array:
 def segments(*given: Ids | None) -> tuple:
     """Ids (B, n) as int32 that compare like the given ids within a row of all arrays together."""
     ids = [_checked("segment_ids", x) for x in given if x is not None]
-    if not ids or not all(x.ndim for x in ids):  # the op names a shape that is not (B, n)
+    if not ids or not all(x.ndim for x in ids):  # the op rejects a shape that is not (B, n)
         return given
     if all(map(_fits, ids)):
         return tuple(map(_int32, ids))
@@ -68,7 +68,7 @@ def _words(x: Ids) -> list[jax.Array]:
 
 
 def _checked(name: str, x: Ids) -> Ids:
-    """x, from numpy as int32 if that holds x.  Raises ValueError for what holds no ids."""
+    """x, or int32 for a NumPy array that fits.  Raises ValueError if x cannot hold ids."""
     if not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, not {type(x).__name__}: pass np.array({name})")
     if not (jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == bool and name != "positions")):

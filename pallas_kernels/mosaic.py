@@ -53,8 +53,8 @@ def sm_count() -> int:
 
 
 def is_tight() -> bool:
-    """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
-    # Whoever compiles ahead of time makes the other GPU the default device.
+    """Whether the general form takes its smaller tiles: on GPUs other than 8.0 and 9.0."""
+    # Ahead-of-time compilation makes the target GPU the default device.
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):  # a platform
         device = jax.devices(device)[0]
@@ -71,7 +71,7 @@ def folded(f, parts: list):
 
 
 def inline(code, types, shape, dtype, layout):
-    """Code in Mosaic's own language as a function of arrays and references of these types."""
+    """`code`, which emits MLIR, as a function of arrays and references of these types."""
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
 
@@ -98,7 +98,7 @@ def _any_reaches(limit, _, x):
 
 
 def count(counter):
-    """Adds 1 to counter[0] in the block's first thread: what it was before, for that thread."""
+    """Adds 1 to counter[0] in the block's first thread; returns the old value to that thread."""
     return inline(_count, (plgpu.RefType(),), (), jnp.int32, plgpu.Layout.WG_SPLAT)(counter)
 
 
@@ -110,7 +110,7 @@ def _count(_, counter):
 
 
 def global_pointer(array):
-    """The address of an array in global memory, in Mosaic's own language."""
+    """The address of an array in global memory, in MLIR."""
     return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
 
 
@@ -169,12 +169,12 @@ def place(*axes) -> jax.sharding.NamedSharding | None:
 
 
 def rounded(x, dtype) -> jax.Array:
-    """x rounded to dtype, in x's dtype: XLA may remove a cast to and fro, but never this."""
+    """x rounded to dtype, in x's dtype: XLA may cancel a cast and the cast back, but never this."""
     to, wide = jnp.finfo(dtype), x.astype(stat_dtype(x.dtype))
     y = lax.reduce_precision(x, to.nexp, to.nmant)
     if dtype != jnp.float16:
         return y
-    # Its subnormal numbers, which would become 0, are multiples of 2^-24, as all are near this one.
+    # float16's subnormals, which would become 0, are multiples of 2^-24, like all near `near`.
     near = 1.5 * 2.0 ** (jnp.finfo(wide.dtype).nmant - 24)
     return jnp.where(abs(x) < to.tiny, ((wide + near) - near).astype(x.dtype), y)
 
@@ -194,7 +194,7 @@ def _plus_jvp(primals, tangents):
 
 
 def _check_interpreter(threads: int) -> None:
-    """Raises RuntimeError where JAX's interpreter would hang: a warpgroup takes an XLA thread."""
+    """Raises RuntimeError if JAX's interpreter would hang: each warpgroup takes an XLA thread."""
     if not dispatch.interpreting():
         return
     # XLA has one thread for each core, or $NPROC if that is set when JAX initialises its devices.
@@ -271,8 +271,8 @@ def grid(**axes: int) -> dict:
 def launch_parts(name: str, run, wgs: int, scratch: dict, blocks: list[int], types, *arrays):
     """A kernel for one row x and several weights; run(refs, n) computes block n of a part.
 
-    blocks, types: of each part, the weights of one result with their biases, and of its result.
-    arrays: x, the parts' weights, norm and residual; refs has a part's, its out and the scratch.
+    blocks, types: for each part (the weights and biases of one result) its blocks and its result.
+    arrays: x, the parts, norm and residual; refs has x, one part's arrays, its out and the scratch.
     """
 
     def body(x, parts, norm, residual, *outs, **smem):
@@ -299,7 +299,7 @@ def launch_parts(name: str, run, wgs: int, scratch: dict, blocks: list[int], typ
 def stat_dtype(dtype) -> jnp.dtype:
     """The dtype of statistics and sums: float32, or float64 for float64 data (in tests).
 
-    Raises ValueError for integers, to which results would be rounded without a word, and for fp8.
+    Raises ValueError for integers, to which results would silently be rounded, and for fp8.
     """
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")

@@ -40,7 +40,7 @@ def own_settings() -> Iterator[None]:
 
 
 class custom_vjp(jax.custom_vjp):
-    """`jax.custom_vjp` with rules under `own_settings`: JAX calls them after the op returned."""
+    """`jax.custom_vjp` with rules under `own_settings`: JAX calls them once the op has returned."""
 
     def __call__(self, *args, **options):
         of = lambda x: jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else set()
@@ -55,7 +55,7 @@ class custom_vjp(jax.custom_vjp):
 
 
 def with_gradient(forward: Callable, backward: Callable, nondiff_argnums=()) -> custom_vjp:
-    """The function whose results are forward's first ones, with these rules of `custom_vjp`.
+    """The function that returns forward's results, with these rules of `custom_vjp`.
 
     forward: f(*args) -> (results, what backward needs).
     """
@@ -70,7 +70,7 @@ def checked[Op: Callable](op: Op) -> Op:
     weak types, which one form might round to another array's dtype, to strong ones.
 
     Raises ValueError, in one line, for an option of another type, a traced one included, and for
-    what is no array where one is due.  The op runs under `own_settings`.
+    anything but an array where an array is expected.  The op runs under `own_settings`.
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
@@ -98,7 +98,7 @@ def _of_jax(x):
 
 
 def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
-    """For each parameter with a type that is checked here a function (name, value) -> value."""
+    """A function (name, value) -> value for each parameter whose type is checked here."""
     found = {}
     for name, parameter in inspect.signature(of).parameters.items():
         kinds = _members(parameter.annotation)
@@ -124,8 +124,8 @@ def _is_array(kind) -> bool:
 def _arrays(kinds) -> Callable[[str, Any], Any]:
     """Returns a check that x is an array, or whatever its annotation names, element by element.
 
-    Results and gradients would be rounded to integers, and lose the imaginary part of complex
-    numbers, without a word.  ids.py checks integers.
+    Results and gradients would silently be rounded to integers, or lose the imaginary part of
+    complex numbers.  ids.py checks integers.
     """
     classes = tuple(kind for kind in kinds if isinstance(kind, type) and not _is_array(kind))
     if any(_is_array(kind) and not kind.dims for kind in kinds) or float in classes:
@@ -212,7 +212,7 @@ _SCALARS = {  # what an option is, what it must be, and whether a number is that
 
 
 def _scalar(kind, name: str, x):
-    """A Python scalar of a Python or NumPy scalar or a concrete array of no axes."""
+    """A Python scalar from a Python or NumPy scalar or a concrete array without axes."""
     what, must, fits = _SCALARS[kind]
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} is traced, but an option is static: pass a Python {what}")
@@ -222,7 +222,7 @@ def _scalar(kind, name: str, x):
         raise ValueError(f"{name}={_shown(x)} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
         raise ValueError(f"{name}={_shown(x)} is not {must}")
-    if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might take it for 0
+    if name.endswith("eps") and x != 0 and x < 2**-126:  # float32 might flush it to 0
         raise ValueError(f"{name}={x} must be 0 or at least 2^-126")
     if name == "softcap" and not 2**-100 <= x <= 2**100:  # float32 may round z / softcap to 0
         raise ValueError(f"{name}={x} must be positive: from 2^-100 to 2^100")

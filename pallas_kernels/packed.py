@@ -73,7 +73,7 @@ def shapes(operands: Packed | tuple) -> Sequence:
 
 
 def split(operands: Packed | tuple) -> Sequence:
-    """The operands; a `Packed` is split in copies."""
+    """The operands; a `Packed` is split into copies."""
     if not isinstance(operands, Packed):
         return operands
     ends = itertools.accumulate(heads * width for heads, width in operands.parts[:-1])

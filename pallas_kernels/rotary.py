@@ -42,8 +42,8 @@ class RopeScaling(NamedTuple):
     """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
     With O for original_max_position_embeddings, wavelengths up to O / high_freq_factor stay the
-    same, longer ones than O / low_freq_factor grow by `factor`, and those between are interpolated.
-    With an attention_factor they are interpolated by their number, as in YaRN (Peng et al. 2023).
+    same, wavelengths above O / low_freq_factor grow by `factor`, and the others are interpolated.
+    With an attention_factor they are interpolated by index, as in YaRN (Peng et al. 2023).
     `rope` leaves q and k unscaled: pass attention's scale=attention_factor**2 / sqrt(D).
     """
 
@@ -149,7 +149,7 @@ def why_slower(operands, positions, **options) -> str | None:
     """
     q, k, *_ = shapes(operands)
     b, t, _, d = q.shape
-    if t == 1:  # generation takes as long as it has kernels
+    if t == 1:  # in generation the number of kernels decides the time
         return "XLA fuses the rotation of one position with other ops"
     tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize))
     if tile.pairs < 16:
@@ -198,7 +198,7 @@ def _tile(pairs: int, itemsize: int) -> _PairTile:
 def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
     """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 
-    in_place: 0, or rotates this many heads of a single array in place, and leaves the others.
+    in_place: 0, or how many heads of a single array to rotate in place; the others stay.
     """
     b, t, _, d = arrays[0].shape
     n = b * t
@@ -252,7 +252,7 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
     """Rotates `count` heads from `head` on: loads all, then computes and stores each."""
     half = lambda ref, i, j: ref.at[rows, head + i, j, columns]
     pairs = [[mosaic.load(half(x_ref, i, j), tile.layout) for j in (0, 1)] for i in range(count)]
-    # A fused multiply-add takes one of two products.  Behind a barrier the other one is the same
+    # A fused multiply-add leaves one of two products unrounded.  The barrier fixes which one,
     # wherever the heads lie, so a Packed gets the same bits as separate operands.
     exact = lambda x, y: lax.optimization_barrier(x * y)
     for i, (a, b) in enumerate(pairs):

@@ -4,9 +4,9 @@ An op that takes a weight W takes `total` beside it, a float32 array like W.  It
 
     total + dW,   and W has none
 
-so whoever differentiates by `total` gets the next total.  Sums of separate gradients would write dW
-in W's dtype, then read it and the sum: 12 bytes a parameter of bf16, 16 of float32.  Here the
-matmul of dW adds to the sum's own buffer (cuBLASLt's C with beta = 1), and dW is never rounded.
+so the derivative with respect to `total` is the next total.  To sum separate gradients, XLA would
+write dW in W's dtype, then read it and the sum: 12 bytes a parameter of bf16, 16 of float32.  Here
+the matmul of dW adds to the sum's buffer (cuBLASLt's C with beta = 1), and dW is never rounded.
 """
 
 import jax
@@ -27,7 +27,7 @@ def check_totals(totals: tuple, *weights: jax.Array) -> None:
 def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:
     """The weight for any operation, whose gradient goes to `total`; None: the weight as it is.
 
-    adds: False: the gradient of `total` is dW alone, because another op's is total + dW.
+    adds: if False, total's gradient is dW alone, because another op returns total + dW.
     XLA adds to the total inside a matmul if that alone yields the gradient, of operands in bf16.
     """
     return weight if total is None else _summed(weight, total, adds)

@@ -10,8 +10,8 @@ of a word.  For 4 bits and plane q of a step:
 So two weights cost three instructions.  In 128 + code the last bit of the mantissa is worth 1;
 other widths have other places and exponents (`_level`).
 
-Mosaic has no such instructions on arrays.  So this file makes them in Mosaic's own language, on the
-registers of one thread; tests/specifications.py says what they do to whole arrays.
+Mosaic has no such instructions on arrays.  So this file emits them as MLIR, on the registers of one
+thread; tests/specifications.py says what they do to whole arrays.
 """
 
 import functools
@@ -143,7 +143,7 @@ def right_operand(x, format: Format):
     return mosaic.pad_axis(x, 1, across if x.shape[1] > across else 2 * across)
 
 
-# ---- in Mosaic's own language, on the registers of one thread ------------------------------------
+# ---- in MLIR, on the registers of one thread -----------------------------------------------------
 
 
 def _tile(block, bits, format, _, words, scales, offsets):
