@@ -209,8 +209,8 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
     sections = mosaic.cdiv(pairs, fit)
-    # All sections are equal.  Dividing by the width of a narrower last section would take a call,
-    # and ptxas serializes every wgmma of a kernel with a call (C7509, compiled relocatably).
+    # All sections are equal: dividing by the width of a narrower last one takes a function call, and
+    # ptxas serializes every wgmma of a kernel that has a call (C7509, compiled relocatably).
     while pairs % sections:
         sections += 1
     section = pairs // sections

@@ -62,7 +62,7 @@ def vlstm(
     initial_state: (C, n, m), float32, which represents (C e^m, n e^m); default zero.
     norm_weight: returns sigmoid(o) layer_norm(h, norm_weight, eps=norm_eps) in place of h, where o
         is a fourth part of the `Packed`.  h is rounded to q's dtype before the norm, which computes
-        like `layer_norm`.  The kernels read o in place only if DV divides 2 NH DQK.
+        like `layer_norm`.  To be read in place, the `Packed` needs a DV that divides 2 NH DQK.
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;

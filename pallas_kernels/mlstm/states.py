@@ -121,7 +121,7 @@ class Walker(NamedTuple):
 
     def decay(self, n):
         """The decay of step n; past the last step, the decay of the last one."""
-        # A step loads the next step's decay: this takes as long as the matmul.
+        # A step loads the next one's decay: a load from global memory takes as long as the matmul.
         n = jnp.minimum(n, self.steps - 1) if not isinstance(n, int) else n
         return self.inputs.decay[self.b, self.h, self.chunk(n)]
 
