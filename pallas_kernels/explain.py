@@ -36,7 +36,7 @@ from pallas_kernels.bench.cases import CASES
 from pallas_kernels.bench.traced import TracedKernel, amount, kernels_of, size_text
 
 H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and matmuls reach
-OPS = sorted({case.op for case in CASES})  # of the command
+OPS = sorted({case.op for case in CASES})  # that the command takes
 _NUMBERS = {bool, int, float, NoneType}
 
 
@@ -336,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
         found = plan(case, sizes, measure=jax.default_backend() == "gpu")
         if given.picture:
             given.picture.write_text(found.picture())
-    except (ValueError, OSError) as e:  # of the op, for sizes that it does not take; of the file
+    except (ValueError, OSError) as e:  # the op rejects these sizes; the file cannot be written
         print("error:", *str(e).split(), file=sys.stderr)
         return 2
     try:

@@ -47,7 +47,7 @@ def guarded(op: str, arrays, *, asked: bool | None = None, interpreted=True, dif
     interpreted: the kernel runs on the CPU, too.
     """
     leaves, tree = jax.tree.flatten(arrays)
-    # References, which kernels change in place, are no values.
+    # References, which kernels change in place, are not values.
     of = [isinstance(x, jax.Array) and not hasattr(jax.typeof(x), "inner_aval") for x in leaves]
     if values := [x for x, is_value in zip(leaves, of, strict=True) if is_value]:
         how = dict(op=op, asked=asked, interpreted=interpreted, differentiable=differentiable)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Ring(NamedTuple):
-    """The barriers of a ring; steps are numbered by whoever uses it, across all its items."""
+    """The barriers of a ring.  Its user numbers the steps consecutively across all items."""
 
     slots: int
     full: Any  # the copies of a step arrive
@@ -27,7 +27,7 @@ class Ring(NamedTuple):
     first: Any = 0  # the ring's first barrier, where several rings share these arrays
     flat: bool = False  # whether their buffers share arrays, too
     wg: Any = 0  # this warpgroup
-    loader: int = 0  # the one that refills the ring
+    loader: int = 0  # the warpgroup that refills the ring
 
     def _bar(self, n):
         return self.first + lax.rem(n, jnp.int32(self.slots))

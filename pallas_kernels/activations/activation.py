@@ -77,7 +77,7 @@ def swiglu(
 
 def gelu_reference(x, bias=None):
     """The formula in jnp, in float32 (float64 for float64)."""
-    z = mosaic.rounded(_plus(x, bias).astype(mosaic.stat_dtype(x.dtype)), x.dtype)  # and so is dz
+    z = mosaic.rounded(_plus(x, bias).astype(mosaic.stat_dtype(x.dtype)), x.dtype)  # rounds dz, too
     w = jnp.clip(z, -100, 100)  # beyond, tanh(u) is constant and z^3 may overflow
     u = math.sqrt(2 / math.pi) * (w + 0.044715 * w * w * w)
     return (0.5 * z * (1 + jnp.tanh(u))).astype(x.dtype)

@@ -44,7 +44,7 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import check_totals, summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
-_SLOPE, _SILU_SLOPE = 1.13, 1.1  # of gelu and silu, at most
+_SLOPE, _SILU_SLOPE = 1.13, 1.1  # upper bounds of the slopes of gelu and silu
 
 
 @checked
@@ -77,7 +77,7 @@ def mlp(
     if totals is not None:
         check_totals(totals, up, down, *([] if gate is None else [gate]))
     options = dict(precision=precision, row_norm=row_norm, totals=totals)
-    options |= dict(implementation=implementation)  # of the ops inside
+    options |= dict(implementation=implementation)  # for the ops inside
     return dispatch.run("mlp", forms, implementation, *arrays, **options).astype(x.dtype)
 
 

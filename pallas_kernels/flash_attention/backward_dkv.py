@@ -281,7 +281,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         """Computes P while dP runs, starts dV, computes dS while dV runs; returns dS."""
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, half)
         schedule.over_rows(dv_acc, p.astype(s.dtype), do[half])
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # less delta
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # dP - delta
         return masks.d_scores(p, dp, slope).astype(s.dtype)
 
     def first(s_acc, dp_acc):

@@ -72,7 +72,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     stats, operand = 1 + has_dlse, lambda rows: mosaic.tiled(s.wgs, rows, 16, dtype=jnp.bfloat16)
     return dict(
-        q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
+        q=s.buffer(s.sides * s.wgs, ROWS),  # one per warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
         delta=operand(ROWS) if multiplies_delta(s) else None,  # -delta in parts
@@ -82,7 +82,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         k_full=ring(num_arrivals=s.parts + s.segmented),
         v_full=plgpu.Barrier(num_arrivals=s.parts, num_barriers=ahead(s)),
         free=ring(num_arrivals=s.wgs),
-        ids=s.ids(s.stages + s.wgs, ROWS),  # of each slot of K, and of each warpgroup's queries
+        ids=s.ids(s.stages + s.wgs, ROWS),  # for each slot of K, and for each warpgroup's queries
         # With a `k_free`, `free` guards V alone; without a `dq` dQ leaves through the buffer of dO.
         k_free=ring(num_arrivals=s.wgs) if frees_k_apart(s) else None,
         o=s.buffer(s.wgs, ROWS) if has_o_buffer(s) else None,
@@ -295,7 +295,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         if waits_after_p(s):
             wait_for_keys(w, i, n + 1)
         # Compute dS.
-        dp = acc[...][:, s.columns :] if joint else dp_acc[...]  # less delta
+        dp = acc[...][:, s.columns :] if joint else dp_acc[...]  # dP - delta
         if masked and s.segmented:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])

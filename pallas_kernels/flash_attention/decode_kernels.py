@@ -32,9 +32,9 @@ from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
 FP8 = jnp.float8_e4m3fn
-KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
+KEYS = 64  # per tile: 16 KB for D = 128 in bfloat16
 _STAGES = 4  # tiles of K and of V in flight, at most
-_SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
+_SMEM = 112 * 1024  # per block, so that an SM (228 KB) holds two
 _START = 2  # starting a block and merging its part take as long as this many tiles
 _WHOLE = 4  # up to this many tiles take no longer than the second kernel, which merges (estimated)
 _LEAST_SPLITS = 8  # for several rows, whose lengths may differ, if each split has as many tiles
@@ -290,7 +290,7 @@ def _new(b: DecodeBlock, i: int):
     x = mosaic.load(b.refs.new[i].at[b.batch, b.head], COL)
     if b.refs.table is None or i == 1:
         return x
-    return _rotated(b, x).astype(b.refs.k.dtype).astype(jnp.float32)  # as it will be read later
+    return _rotated(b, x).astype(b.refs.k.dtype).astype(jnp.float32)  # rounded as in the cache
 
 
 def _send(b: DecodeBlock, name: str, tile):

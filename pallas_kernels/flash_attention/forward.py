@@ -69,7 +69,7 @@ def scratch(s: Schedule) -> dict:
     own, ring = s.sides * s.wgs, functools.partial(plgpu.Barrier, num_barriers=s.stages)
     v_ring = functools.partial(plgpu.Barrier, num_barriers=v_stages(s))
     return dict(
-        qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
+        qo=s.buffer(own, ROWS),  # one per warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
         v=s.buffer(v_stages(s), s.columns, over_rows=True),  # the ring of V
         q_bars=plgpu.Barrier(num_arrivals=s.parts + s.segmented, num_barriers=own),

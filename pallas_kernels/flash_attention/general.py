@@ -90,10 +90,10 @@ class Block(NamedTuple):
 
     w: Worker
     batch: Any
-    head: Any  # of the queries; in the dK/dV kernel of the keys
+    head: Any  # the query head; in the dK/dV kernel the kv head
     row: Any  # the first one
     low: Any  # the first tile that it sees
-    high: Any  # the one after its last
+    high: Any  # the tile after the last that it sees
     whole: tuple[Any, Any]  # first and end of the tiles fully visible to all its rows
 
     @property
@@ -184,7 +184,7 @@ def forward_body(w: Worker):
     # Divide O by the sums, and store it and the log-sum-exp.
     blind = masks.some_rows_see_nothing(s.visits.window, s.segmented, s.block)
     o, lse = masks.finish(o, m, l, blind=blind)
-    ampere.meet()  # all have multiplied with Q, whose place O takes
+    ampere.meet()  # all threads have multiplied by Q, whose buffer O takes
     smem.q[...] = o.astype(s.dtype)
     ampere.meet()
     ampere.store_rows(smem.q, o_ref, b.batch, b.head, b.row, s.visits.lengths[0])

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
-LOWEST = -3e38  # the running maximum before any key: finite, as -inf - (-inf) is no number
+LOWEST = -3e38  # the running maximum before any key: finite, because -inf - (-inf) is NaN
 LEAST_SCALE = 1e-30  # the kernels multiply masked logits by the scale, and divide lse by it
 
 
@@ -207,7 +207,7 @@ def visible(x, visits: Visits, row, column, ids=None):
     q = q[0] + visits.offset, q[1]
     if visits.ragged:
         x = jnp.where(places(*k) < visits.lengths[1], x, -jnp.inf)
-    if not visits.causal:  # nor a window
+    if not visits.causal:  # a window needs causal
         return x
     q, k = places(*q), places(*k)
     x = jnp.where(q >= k, x, -jnp.inf)

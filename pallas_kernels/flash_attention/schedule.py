@@ -34,7 +34,7 @@ class Call(NamedTuple):
     segmented: bool = False  # there are segments
     # (H, K) if one array (B, T, H + 2 K, D) holds q, k and v, in this order.
     heads: tuple[int, int] | None = None
-    general: bool = False  # for every GPU since Ampere, not for Hopper
+    general: bool = False  # the form for every GPU since Ampere, not Hopper's
 
 
 def blocks_of(call: Call) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Schedule(NamedTuple):
         return plgpu.RefUnion(tiles, plain)
 
     def ids(self, n: int, rows: int):
-        """Shared memory for the ids of n tiles of so many rows, or None without segments."""
+        """Shared memory for the ids of n tiles of `rows` rows, or None without segments."""
         return plgpu.SMEM((n, rows), jnp.int32) if self.segmented else None
 
 
@@ -209,7 +209,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
     sections = mosaic.cdiv(pairs, fit)
-    # All sections are equal: dividing by the width of a narrower last one takes a function call, and
+    # All sections are equal: division by the width of a narrower last one is a function call, and
     # ptxas serializes every wgmma of a kernel that has a call (C7509, compiled relocatably).
     while pairs % sections:
         sections += 1

@@ -36,7 +36,7 @@ class Stream(NamedTuple):
 class Item(NamedTuple):
     """A block of rows, as one warpgroup sees it; see the picture."""
 
-    number: Any  # by which the Schedule finds it
+    number: Any  # the argument of Schedule.where
     batch: Any
     head: Any
     row: Any  # the warpgroup's first one

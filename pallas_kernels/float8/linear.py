@@ -29,7 +29,7 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import check_totals, summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-_MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
+_MULTIPLE = 16  # cuBLASLt needs all axes of a matmul in multiples of this
 
 
 @checked

@@ -42,7 +42,7 @@ from pallas_kernels.totals import check_totals, summed
 # tokens of GPT-2 take the same time within 2%; with 2048 instead of 4096 a step of Llama 1B takes
 # 0.5% more, one of 8B's widths with 8 blocks 1.3% (docs/performance.md).
 _BYTES = 960 * 2**20  # for the logits of a chunk and the copies of the weight
-_LEAST_TOKENS = 4096  # in a chunk
+_LEAST_TOKENS = 4096  # per chunk
 
 
 class _Options(NamedTuple):

@@ -62,7 +62,7 @@ class ChunkPlan(NamedTuple):
     dtype: Any
     length: int  # T
     heads: int
-    chunks: int  # of a sequence
+    chunks: int  # per sequence
     parts: int  # squares across A and B
     tiles: int  # squares across X and out
 
@@ -172,7 +172,7 @@ def a_times(w: ChunkWorker, n, turned: bool):
 
 def y_times_x(w: ChunkWorker, n):
     """Y X^T, summed in the order of the forward's A B^T: where a row has a single weight, l / N
-    must be exactly 1 again, or what is left of dP - dh . h may far exceed the gradient."""
+    must be exactly 1 again, or the remainder dP - dh . h may far exceed the gradient."""
 
     def one(tile, acc):
         y = ampere.left(square(w, n + 2 * tile))
@@ -263,7 +263,7 @@ def forward(w: ChunkWorker, ab, n):
 
         qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((SIZE,), ROW))
         l = sum_rows(weights) + scale * qn
-        below = jnp.abs(l) <= norm  # not of NaN
+        below = jnp.abs(l) <= norm  # False for NaN
         norm = 1 / jnp.where(below, norm, jnp.abs(l))
         sign = jnp.where(below, 0.0, jnp.where(l > 0, -1.0, 1.0))
     store_stats(w, norm, sign)

@@ -89,7 +89,7 @@ def vlstm(
     options = dict(
         gate=gate, normalize=normalize, segment_ids=segment_ids, initial_state=initial_state,
         return_state=return_state, norm_eps=norm_eps, eps=eps, chunk_size=chunk_size,
-        implementation=implementation,  # of the norm, where it is an op by itself
+        implementation=implementation,  # for the norm, where it is a separate op
     )  # fmt: skip
     return dispatch.run("vlstm", FORMS, implementation, operands, i, f, norm_weight, **options)
 

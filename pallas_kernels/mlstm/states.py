@@ -73,7 +73,7 @@ class Walk(NamedTuple):
     dtype: Any
     length: int  # T
     heads: int
-    chunks: int  # of a sequence
+    chunks: int  # per sequence
     x_tiles: int  # across X
     y_tiles: int  # across Y
     spans: int  # spans of the chunks

@@ -43,10 +43,10 @@ class Tiling(NamedTuple):
     heads: int
     cols: int
     strip: int  # columns of a line
-    strips: int  # of a row
+    strips: int  # per row
     wide: bool
     tile: int  # rows
-    blocks: int  # for each head; backward they are persistent
+    blocks: int  # per head; in the backward pass they are persistent
 
     @property
     def tiles(self) -> int:

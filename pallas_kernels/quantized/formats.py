@@ -49,7 +49,7 @@ TURN = 4  # steps that a warpgroup's warps take at once
 _CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to the s that clips nothing
 E4M3_MAX = 448.0
 _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
-_STATIC = {"static": True}  # a field of a pytree that is no array
+_STATIC = {"static": True}  # a pytree field that is not an array
 
 
 @jax.tree_util.register_dataclass
@@ -332,7 +332,7 @@ def levels(codes, bits, format):
 
 def _pack(codes, bits, parts=1):
     """Words (N/16, steps, parts, 32, 4) of codes (K, N), uint32; zeros up to whole steps."""
-    planes = 16 // bits  # of one part, and pairs of a word
+    planes = 16 // bits  # per part; also the pairs per word
     codes = mosaic.pad_axis(mosaic.pad_axis(codes, 0, TURN * 16 * planes * parts), 1, COLUMNS)
     # k = (step, part, plane, 8, j, half) and n = (tile, 8, r)
     codes = codes.reshape(-1, parts, planes, 2, 4, 2, codes.shape[1] // COLUMNS, 2, 8)

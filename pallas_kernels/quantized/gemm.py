@@ -43,33 +43,33 @@ from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, QuantizedWei
 from pallas_kernels.quantized.unpack import EDGE, TILES
 
 _WGS = 2
-_BLOCKS = 4  # of a turn; each is a step
-_TURN = _BLOCKS * EDGE  # of k: the longest step of the packed form
+_BLOCKS = 4  # per turn; each is a step
+_TURN = _BLOCKS * EDGE  # k per turn: the longest step of the packed form
 _CHUNK = 64  # rows of x that the epilogue transposes at once
-_SMEM = 226 * 1024  # of a block; the rest of an SM's 227 KB is for barriers
+_SMEM = 226 * 1024  # per block; the rest of an SM's 227 KB is for barriers
 _MOST_SLOTS, _MOST_SPLITS = 3, 8
 
 # For `_clocks`, counted.  With this _START seven of eight calls in docs/decoding.md took 0.94 to
 # 1.13 of the estimate; the short K of 6144 x 2048 took 0.75.
 _SMS = 132  # of an H100
 _START = 15000  # clocks of a block besides its steps
-_FINISH = 4000  # of the kernel that adds the sums of splits
-_BYTES = 1500  # a clock, of these sums
+_FINISH = 4000  # clocks of the kernel that adds the sums of splits
+_BYTES = 1500  # of these sums per clock
 
 
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
-    rows: int  # of a block
+    rows: int  # of x per block
     sets: int  # of 128 columns n
     turns: int  # of K
-    parts: int  # of a turn
-    groups: int  # of a turn, or 1
+    parts: int  # per turn
+    groups: int  # per turn, or 1
     step: int  # k of a packed step, or of the two of 8 bits in a block
     slots: int
     stages: int
     splits: int
-    tiles: int  # of 16 n in a slot
+    tiles: int  # of 16 n per slot
     back: bool  # dx, not y
     group: int | None  # k in a group; None: one scale for each column
 

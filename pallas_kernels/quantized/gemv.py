@@ -39,7 +39,7 @@ from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
 from pallas_kernels.quantized.unpack import dot, load_words
 
 _SMS = 132  # of an H100
-_WGS = 8  # of an SM, whose registers suffice for 64 a thread
+_WGS = 8  # per SM, whose registers suffice for 64 a thread
 # 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing:
 # with 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
 _AHEAD = 2
@@ -111,7 +111,7 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     tiles = sum(w.words.shape[0] for w in weights) // each
     turns = weight.steps // TURN
     group = weight.group or turns * TURN * weight.step
-    blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
+    blocks = mosaic.cdiv(tiles, _SMS)  # per SM
     wgs = max(1, min(_WGS // blocks, turns))
     ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
     late = norm is not None and not centered and norm[1] is None

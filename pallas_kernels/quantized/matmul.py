@@ -41,8 +41,8 @@ MAX_ROWS = 64
 _WGS = 4
 _STAGES = 4
 _SPAN = 2  # short steps of a turn, which has about 100 instructions besides unpacking its weights
-_SMEM = 112 * 1024  # of a block, so that an SM (227 KB) holds two blocks
-_BLOCKS = 2 * 132  # of one wave: two blocks for each SM of an H100
+_SMEM = 112 * 1024  # per block, so that an SM (227 KB) holds two blocks
+_BLOCKS = 2 * 132  # per wave: two blocks for each SM of an H100
 _MOST_SPLITS = 16
 
 
@@ -54,8 +54,8 @@ class FewPlan(NamedTuple):
     turns: int  # of K
     span: int  # steps of a turn
     step: int  # k of a step
-    parts: int  # of a step, or of the two packed steps in it
-    groups: int  # of one turn, or 1
+    parts: int  # per step, which has one or two packed steps
+    groups: int  # per turn, or 1
     group: int  # k in a group
     wgs: int
     stages: int
@@ -110,7 +110,7 @@ def _body(p: FewPlan, kind, words, scales, offsets, x, out, **smem):
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     last = lax.div((split + 1) * p.turns, jnp.int32(p.splits))
-    count = lax.div(last - first - wg + p.wgs - 1, jnp.int32(p.wgs))  # of this warpgroup
+    count = lax.div(last - first - wg + p.wgs - 1, jnp.int32(p.wgs))  # turns of this warpgroup
     fetch = lambda i: _fetch(p, refs, i, first + wg + i * p.wgs)
     for i in range(p.stages):
         pl.when(i < count)(functools.partial(fetch, jnp.int32(i)))
