@@ -44,7 +44,7 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.totals import check_totals, summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
-_SLOPE, _SILU_SLOPE = 1.13, 1.1  # upper bounds of the slopes of gelu and silu
+_SLOPE, _SILU_SLOPE = 1.13, 1.1  # upper bounds on the slopes of gelu and silu
 
 
 @checked
@@ -64,7 +64,7 @@ def mlp(
 
     precision: of the matmuls' operands; None: x's and the weights' dtypes; "fp8": as in fp8_linear.
     row_norm: of x, as in fp8_linear; for fp8.
-    totals: of the gradients of (up, down, gate) or (up, down) so far (totals.py).
+    totals: the sums of the gradients of (up, down, gate) or (up, down) so far (totals.py).
 
     jax.checkpoint can save the products x gate and x up by the name "mlp", and x up + bias by
     "gelu".  Hopper's backward kernel needs one of bfloat16 and float16 for x and weights, rows and
@@ -206,7 +206,7 @@ def _fp8_backward(saved, dy):
     name, tile = "swiglu_backward_fp8", activation.swiglu_backward_tile
     if like_bias is not None:
         name, tile = "gelu_backward_fp8", activation.gelu_backward_tile
-    # The cast of dy, and a bound of |dy W_down^T|.
+    # The cast of dy, and an upper bound on |dy W_down^T|.
     largest, norm = norms(dy)
     dy8, dh_largest = cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
     dh = linear.times_weight(dy8, down8, dy.dtype)
@@ -226,7 +226,7 @@ _fp8 = with_gradient(_fp8_forward, _fp8_backward)
 
 
 # For each activation a function returns what its kernels start from: (casts of x and of the
-# weights, the products, a bound of |h|, bounds of the derivatives of h by the products).
+# weights, the products, a bound on |h|, bounds on the derivatives of h by the products).
 
 
 def _gelu_inputs(x, up, bias, row_norm):

@@ -47,9 +47,9 @@ def fp8_linear(
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight + bias in
     x's dtype, which `dispatch.explain()` reports.
     bias: added in x's dtype; its gradient is summed in float32.
-    row_norm: a number that the Euclidean norm of no row of x exceeds, if known (as after a norm);
-    x's scale then needs no pass over x.  Larger values saturate.
-    total: of gradients of the weight so far (totals.py).
+    row_norm: an upper bound on the Euclidean norms of x's rows, if known (as after a norm); x's
+    scale then needs no pass over x.  Larger values saturate.
+    total: the sum of the weight's gradients so far (totals.py).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with

@@ -68,7 +68,7 @@ def saturated(x, dtype):
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """x in fp8, in both orders, by the kernels or by XLA; both are equal bit for bit.
 
-    largest: max |x| if it is known, or a bound of it.  An infinity or a NaN in x makes 1 / s
+    largest: max |x| if it is known, or an upper bound on it.  An infinity or a NaN in x makes 1 / s
     infinite, and so every product with it NaN.
     """
     return cast_and_sum(x, dtype, kernel, False, largest)[0]
@@ -89,7 +89,7 @@ def cast_and_sum(x, dtype, kernel: bool, sums: bool, largest=None) -> tuple[Cast
 
 
 def known_norm(row_norm):
-    """The row_norm of an op as `largest` for `cast`; raises ValueError if it can be none."""
+    """The row_norm of an op as `largest` for `cast`; raises ValueError if it cannot be one."""
     if row_norm is None:
         return None
     if jnp.shape(row_norm):
@@ -160,7 +160,7 @@ def cast_results(
     """Casts the results of tile(*blocks) of whole arrays: (a list of Cast, a list of sums).
 
     tile: computes one or more blocks in float32, element by element, inside the kernel.
-    largest: for each result a number that no |result| exceeds.
+    largest: for each result an upper bound on |result|.
     rows: arrays of one number a row, which tile gets after the blocks, as blocks of equal columns.
     sums: the second list has the sum of the first result over the rows, float32 (K,).
     approx: exp in fewer instructions, see `elementwise` in activations.

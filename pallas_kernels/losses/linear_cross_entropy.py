@@ -79,7 +79,7 @@ def linear_cross_entropy(
     dtype.  Its gradient is summed in float32 and has the weight's dtype.
     vocab_size: number of leading columns of the logits that are not padding (default: all).
     softcap: caps logits to softcap * tanh(z / softcap), if given.
-    labels: any that is neither in [0, vocab_size) nor ignore_index makes loss and gradients NaN.
+    labels: one that is neither in [0, vocab_size) nor ignore_index makes loss and gradients NaN.
     scale: multiplies the result; it gets no gradient.  Dividing a sum by a count here and not
     afterwards saves a pass over the weight's gradient.  dz is rounded after this factor, as in the
     plain gradient of the product; a power of two changes no digit.
@@ -90,8 +90,8 @@ def linear_cross_entropy(
     fp8: whether the three matmuls take fp8 operands, where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
-    total: of gradients of the weight so far (totals.py), for reduction="sum"; the gradient of the
-    result must be 1, or the total's is NaN: `scale` takes any other factor.
+    total: the sum of the weight's gradients so far (totals.py), for reduction="sum"; the result's
+    gradient must be 1, or the total's gradient is NaN: `scale` takes any other factor.
     chunk: tokens whose logits exist at a time (default: as many as fit 960 MiB beside the weight's
     copies, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.

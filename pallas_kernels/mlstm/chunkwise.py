@@ -154,7 +154,7 @@ def cell_backward(call, saved, cotangents):
     di = inside + outside  # k . dk
     # q . dq: h does not depend on the length of q where l divides it; elsewhere it is linear in q.
     q_dq = jnp.where(sign == 0, dot, 0)
-    # Adding these to 64 numbers first puts the sums over 64, over DX and of <C, dC> in one kernel.
+    # Reducing these to 64 numbers first lets one kernel compute the sums over 64, DX and <C, dC>.
     dots = jnp.concatenate([c_dc, (n * dn)[..., None, :]], -2)
     dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, SIZE), axis=3)
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)

@@ -50,10 +50,10 @@ def layer_norm(
 ) -> Rows | Any:
     """(x - mean) / sqrt(variance + eps) weight + bias over the last axis, in x's dtype.
 
-    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
-    gradients have their own dtypes.
-    residual: is added to x first, and the result is (y, s) with s = x + residual, rounded to its
-        dtype before it is normalised.  It may be wider than x (a float32 residual stream).
+    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Each gradient
+    has the dtype of its parameter.
+    residual: is added to x first, and the result is (y, s) with s = x + residual, rounded to the
+        residual's dtype before the norm.  This may be wider than x's (a float32 residual stream).
     x_bias: the bias of the matmul that makes x, shaped like weight; needs a residual.  It is added
         to x first, rounded to x's dtype; the backward pass sums its gradient in float32.
     gate: multiplies y by sigmoid(gate); without bias and residual.  The kernel needs x and gate in

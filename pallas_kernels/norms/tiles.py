@@ -134,7 +134,7 @@ def choose_tiling(direction, shape, dtype) -> Tiling:
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES if wide else 1
     fitting = [b for b in (256, 128, 64) if cols % b == 0 and b <= widest]
-    # The widest of the strips with which the last chunk repeats the least.
+    # The strip width with the least repetition in the last chunk; the widest, if several have it.
     strip = min(fitting, key=lambda b: mosaic.cdiv(cols, b * lines) * b * lines)
     blocks = mosaic.cdiv(rows, tile)
     if direction == "backward":
