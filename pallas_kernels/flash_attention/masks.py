@@ -178,7 +178,7 @@ def online_softmax(x, m, l):
 
 
 def finish(o, m, l, *, blind: bool):
-    """(O or its blocks divided by l, log-sum-exp).  blind: rows may see no key, for 0 and -inf."""
+    """(O or its blocks divided by l, lse).  blind: rows may see no key (O = 0, lse = -inf)."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays

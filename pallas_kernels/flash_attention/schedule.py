@@ -161,7 +161,7 @@ class Schedule(NamedTuple):
         """Shared memory for the numbers of a block's items (`steps.finish`)."""
         if not self.persistent:
             return {}
-        slots = self.stages + 2  # one warpgroup runs at most so many steps, and items, ahead
+        slots = self.stages + 2  # the most steps, or items, that one warpgroup runs ahead
         items, full = plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots)
         return dict(items=items, item_full=full)
 
