@@ -179,7 +179,7 @@ def _copy(kind, book, arguments):
 
 
 def _inline_load(book, arguments):
-    """A load by code in Mosaic's own language."""
+    """A load by code that emits MLIR."""
     given = dict(allocation_key_as_array=arguments["key"], transforms=arguments["transforms"] or ())
     _load_or_store("load", book, {**arguments, **given})
 

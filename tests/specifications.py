@@ -1,4 +1,4 @@
-"""What the code in Mosaic's own language does, for interpreter_extension.py to run in its place.
+"""What the code that emits MLIR does, for interpreter_extension.py to run in its place.
 
 ARRAYS has functions of the code's options and of whole arrays, in jnp.  Those of `on_memory` get
 what is in the references, and return what the code writes: {number of the reference: content}.
