@@ -142,12 +142,13 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     # check_vma=False: the backward passes of the kernels carry no types of varying axes.
     wrap = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    wrapped = wrap(op, in_specs=in_specs, out_specs=out_specs)
+    if mesh.shape["tensor"] > 1 and "tensor" not in _axes((in_specs, out_specs)):
+        wrapped = _alike_on_tensor(op, wrap, in_specs, out_specs)
 
     def run(*inputs):
         jax.tree.map(_check_divided, in_specs, inputs)
-        if mesh.shape["tensor"] > 1 and "tensor" not in _axes((in_specs, out_specs)):
-            return _alike_on_tensor(op, wrap, in_specs, out_specs)(*inputs)
-        return wrap(op, in_specs=in_specs, out_specs=out_specs)(*inputs)
+        return wrapped(*inputs)
 
     return run
 

@@ -13,7 +13,7 @@ from training_runs import devices_run
 
 from jaxllm.config import Config, InputError, MeshConfig
 from jaxllm.models import create
-from jaxllm.sharding import AXES, check, make_mesh, per_device
+from jaxllm.sharding import AXES, abstract_mesh, check, make_mesh, per_device
 
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
 # loss, and one for each input of its matmuls (llama3: q, k and v; gate; up).  On GPUs XLA adds the
@@ -250,11 +250,6 @@ def test_a_mesh_that_jax_makes_is_refused_with_the_fix(axes, kind):
         per_device(lambda x: x, (), ())
 
 
-TWO = lambda axis: AbstractMesh(
-    tuple(2 if x == axis else 1 for x in AXES), AXES, axis_types=(AxisType.Auto,) * 4
-)
-
-
 @pytest.mark.parametrize(
     ("kind", "axis", "shape", "line"),
     [
@@ -269,7 +264,8 @@ def test_what_a_mesh_does_not_divide_is_one_line(kind, axis, shape, line):
     """JAX's own had seven lines, or spoke of a reshape or of no heads."""
     model = create(tiny(kind, **{"vlstm": dict(n_heads=1)}.get(kind, {})))
     line = f"^{re.escape(line)}"
-    with jax.sharding.use_abstract_mesh(TWO(axis)), pytest.raises(ValueError, match=line):
+    mesh = abstract_mesh(MeshConfig(**{axis: 2}), 2)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=line):
         jax.eval_shape(model, jax.ShapeDtypeStruct(shape, "int32"))
 
 
