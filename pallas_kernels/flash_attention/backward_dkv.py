@@ -327,7 +327,8 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 
 
 def sum_dv(w: Worker, i: Item, dv_acc):
-    all_heads(w, i, functools.partial(add_dv, w, i, wait_for_k(w, i), dv_acc))
+    k_ids = wait_for_k(w, i)
+    all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
     store(w, i, "dv", [acc[...] for acc in dv_acc])
 
 

@@ -83,8 +83,7 @@ def plan_of(q, k, scale, window, softcap, appends=False) -> DecodePlan:
     others = ROWS * d * (2 + 4) + (2 * KEYS * d * 2 if fp8 else 0)  # q and o; wide
     per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
     stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
-    seen = s if window is None else min(s, window + t - 1)
-    tiles = mosaic.cdiv(seen, KEYS)
+    tiles = mosaic.cdiv(s if window is None else min(s, window + t - 1), KEYS)
     least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
     # One block per SM uses all of memory's bandwidth; a second one hides float8's conversion.
     splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)

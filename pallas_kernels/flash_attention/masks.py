@@ -127,20 +127,20 @@ def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: in
     meet = (low <= most) & (high >= least)
     same = (low == most) & (high == least) & (low == high)
     places = jnp.arange(1, visits.tiles + 1)
-    first = lambda x: jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2)
-    end = lambda x: jnp.max(jnp.where(x, places, 0), axis=2)
+    first_of = lambda x: jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2)
+    end_of = lambda x: jnp.max(jnp.where(x, places, 0), axis=2)
+    (start, stop), (first, end) = ((first_of(x), end_of(x)) for x in (meet, same))
 
     def of_block(choose, x):
         groups = x.reshape(len(x), -1, block // part)
         return jnp.repeat(choose(groups, axis=2), block // part, axis=1)
 
     # A part that meets no tile takes one that another part sees.
-    start = jnp.minimum(first(meet), jnp.maximum(of_block(jnp.max, end(meet)) - 1, 0))
+    start = jnp.minimum(start, jnp.maximum(of_block(jnp.max, stop) - 1, 0))
     row = jnp.arange(low.shape[1]) * part - lead
-    own = visits.seen(row, row + part, start, jnp.maximum(end(meet), start + 1))
+    own = visits.seen(row, row + part, start, jnp.maximum(stop, start + 1))
     # If tiles of other segments lie between them (ids are not sorted), no tile counts as whole.
-    one = jnp.where(same.sum(2) == end(same) - first(same), end(same), 0)
-    whole = visits.whole(row, row + part, first(same), one)
+    whole = visits.whole(row, row + part, first, jnp.where(same.sum(2) == end - first, end, 0))
     both = of_block(jnp.min, own[0]), of_block(jnp.max, own[1])
     return jnp.stack([*own, *whole, *both], axis=2).astype(jnp.int32)
 
