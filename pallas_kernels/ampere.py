@@ -4,11 +4,9 @@
     ldmatrix    8 x 8 pieces of shared memory into registers, as mma wants them
     mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
 
-A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.  Hopper's
-attention calls `store_rows` for what TMA cannot store, each warpgroup for its own tile.
-Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So this file
-emits the copies as MLIR; the tests' interpreter runs the specifications of these copies in
-tests/specifications.py.
+A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.  Mosaic has
+cp.async as well, but only before Hopper and only inside an array's bounds.  So this file emits the
+copies as MLIR; the tests' interpreter runs their specifications in tests/specifications.py.
 
 A tile in shared memory (`mosaic.tiled`) has rows of 8 (or 4) pieces of 16 bytes, and piece c of row
 r stands at place c ^ (r % 8) of its row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of one

@@ -109,6 +109,26 @@ def _count(_, counter):
     return mgpu.FragmentedArray.splat(old, (), is_signed=True)  # pyrefly: ignore[bad-argument-type]
 
 
+def times_strips(acc, p, tile) -> None:
+    """acc += p, in registers, times a tile that is stored as (strips, rows, columns of a strip).
+
+    wgmma takes any distance between strips, `plgpu.wgmma` only that of `tiled`.
+    """
+    transforms = wgmma_tiles(tile.shape[-1], p.dtype)
+    code = functools.partial(_times_strips, transforms[1].swizzle)
+    run = inline(code, (WGMMA, WGMMA, plgpu.RefType(transforms)), acc.shape, acc.dtype, WGMMA)
+    acc[...] = run(plgpu.wgmma_accumulator_load(acc, wait_n=None), p, tile)
+
+
+def _times_strips(swizzle, _, acc, p, tile):
+    tile = mgpu.memref_slice(tile, (slice(None), slice(None), 0))  # (strips, rows / 8, 8, columns)
+    tile = mgpu.memref_transpose(tile, (1, 0, 2, 3))
+    acc = mgpu.WGMMAAccumulator.from_registers(acc, sync=False)
+    acc = mgpu.wgmma(acc, p, tile, swizzle=swizzle)
+    nvvm.wgmma_commit_group_sync_aligned()
+    return acc.value
+
+
 def global_pointer(array):
     """The address of an array in global memory, in MLIR."""
     return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))

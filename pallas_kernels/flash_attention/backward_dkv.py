@@ -60,13 +60,13 @@ def runs_on(s: Schedule) -> bool:
     """Whether a step's dV and dK matmuls run on during the next step: registers then hold P and dS.
 
     2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask,
-    and for two blocks of columns ptxas would copy P and dS, and serialize every wgmma (C7511).
+    and for blocks of two widths ptxas would copy P and dS, and serialize every wgmma (C7511).
 
     A slot then stays taken for one more step.  A step in halves loads before it frees a slot, so
     its ring needs two slots more than `ahead`: with fewer, the loading warp would wait for its own
     warpgroup.
     """
-    fits = s.stages > 3 and s.visits.causal and s.parts == 1
+    fits = s.stages > 3 and s.visits.causal and len(s.widths) == 1
     return s.columns > ROWS or pairs_up(s) or fits
 
 
@@ -185,7 +185,7 @@ def column(ref, slot, half=None):
     return along(stat, (ROWS, n), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, begins, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, ids = w.schedule, None
     x, slope = masks.logits(scores, s.scale, s.softcap)
@@ -194,7 +194,8 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
     if masked:
         # The positions are the same for all heads: without the barrier they stay in registers.
         tile = lax.optimization_barrier(i.stream.base + step.r)
-        x = masks.visible(x, s.visits, i.row, tile * s.columns + half * ROWS, ids)
+        first, at = begins or not runs_on(s), tile * s.columns + half * ROWS
+        x = masks.visible(x, s.visits, i.row, at, ids, first)
     if not s.begins_with_lse:
         x = x + column(w.smem.minus_lse, slot, half)
     return jnp.exp2(x), slope
@@ -215,7 +216,7 @@ def all_heads(w: Worker, i: Item, add):
         pass_by(w, i, g, 0, i.first)
         if late:
             one(g, i.first, s.masks_first, begins=True)
-        crosses = s.diagonal_crosses_tiles if late else visits.causal
+        crosses = visits.diagonal_crosses_tiles if late else visits.causal
         steps.walk(s, i, i.first + late, functools.partial(one, g), crosses=crosses)
         if late:
             plgpu.wgmma_wait(0)
@@ -236,7 +237,7 @@ def store(w: Worker, i: Item, name: str, x):
     # In a pair, only the warpgroup of dK reads V, and only the warpgroup of dV reads K.
     buffer = name if s.persistent else dict(dk="v", dv="k")[name]
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
-    x, first = ([y * s.scale for y in x], s.k_first) if name == "dk" else (x, s.v_first)
+    x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
     plgpu.commit_smem()  # all warps have read what was there
     schedule.store_rows(w, buffer, at, x, refs[name], i.batch, i.row, first + i.head)
 
@@ -260,7 +261,7 @@ def sum_both(w: Worker, i: Item, dk_acc, dv_acc):
     all_heads(w, i, functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc))
 
     def store_both():
-        dk, dv = ([acc[...] for acc in accs] for accs in (dk_acc, dv_acc))
+        dk, dv = dk_acc[...], dv_acc[...]
         plgpu.wait_smem_to_gmem(0)  # the previous item's dK and dV have left
         store(w, i, "dk", dk)
         store(w, i, "dv", dv)
@@ -273,13 +274,13 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     s, smem = w.schedule, w.smem
     here = steps.unsettled(i, s, step.n)
     halves = [pl.ds(side * ROWS, ROWS) for side in range(s.columns // ROWS)]
-    q, do = ([tiles_at(x, slot, rows) for rows in halves] for x in (smem.q, smem.do))
+    q, do = ([tiles_at(x, slot, slice(None), rows) for rows in halves] for x in (smem.q, smem.do))
     k, v = tiles_at(smem.k, here), tiles_at(smem.v, here)
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
     def add(scores, dp_acc, half, wait_n):
         """Computes P while dP runs, starts dV, computes dS while dV runs; returns dS."""
-        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, half)
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, begins, half)
         schedule.over_rows(dv_acc, p.astype(s.dtype), do[half])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # dP - delta
         return masks.d_scores(p, dp, slope).astype(s.dtype)
@@ -296,7 +297,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=s.parts)
         if runs_on(s) and not begins:
             release(w, step.n - 1)
-        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=s.parts)
+        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=len(s.widths))
         if len(halves) > 1:
             pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
             return
@@ -329,13 +330,13 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 def sum_dv(w: Worker, i: Item, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
-    store(w, i, "dv", [acc[...] for acc in dv_acc])
+    store(w, i, "dv", dv_acc[...])
 
 
 def sum_dk(w: Worker, i: Item, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
-    store(w, i, "dk", [acc[...] for acc in dk_acc])
+    store(w, i, "dk", dk_acc[...])
 
 
 def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
@@ -350,7 +351,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         scores = s_acc[...]
         if not begins:
             release(w, step.n - 1)
-        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, begins)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
         smem.p[...] = p if slope is None else p * slope
@@ -390,7 +391,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
 
 def differentiate(w: Worker, i: Item):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
-    acc = w.schedule.accumulators()
+    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     if not pairs_up(w.schedule):
         pl.run_scoped(functools.partial(sum_both, w, i), acc, acc)
         return
@@ -440,7 +441,7 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, given=None, *,
         minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)
     inputs = dict(q=q, k=k, v=v, minus_lse=minus_lse, do=dout, minus_delta=minus_delta)
     inputs["joint"], counter = given or (None, None)
-    like = schedule.gradient(k, call.lengths[1], call)
+    like = jax.ShapeDtypeStruct(k.shape, k.dtype)
     return schedule.launch(
         "attention_backward_dkv", body, tile, call, inputs, segments,
         () if call.heads else (like, like), scratch, by_keys=True, counter=counter,

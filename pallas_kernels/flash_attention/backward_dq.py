@@ -70,7 +70,7 @@ def multiplies_delta(s: Schedule) -> bool:
 def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    stats, operand = 1 + has_dlse, lambda rows: mosaic.tiled(s.wgs, rows, 16, dtype=jnp.bfloat16)
+    stats, operand = 1 + has_dlse, lambda n: mosaic.tiled(s.wgs, 1, n, 16, dtype=jnp.bfloat16)
     return dict(
         q=s.buffer(s.sides * s.wgs, ROWS),  # one per warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
@@ -230,25 +230,26 @@ def rows_of(w: Worker, i: Item) -> Rows:
     minus_lse = lse * (-1 / s.scale) if s.begins_with_lse else -lse2
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.segmented else None
     wide = lambda ref: plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
-    pairs = zip(tiles_at(smem.do, i.at), tiles_at(*buffer_of_o(w, smem)), strict=True)
+    do, o = (schedule.blocks(tiles_at(*x)) for x in ((smem.do, i.at), buffer_of_o(w, smem)))
+    pairs = zip(do, o, strict=True)
     minus_delta = -mosaic.folded(jnp.add, [jnp.sum(wide(x) * wide(y), axis=1) for x, y in pairs])
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
     for ref, value in zip(w.results[1:], (minus_lse, minus_delta), strict=True):
         mosaic.store(ref.at[i.batch, i.head, pl.ds(i.row, ROWS)], value)
     if multiplies_delta(s):
-        smem.delta[w.wg] = in_parts(minus_delta)
+        smem.delta[w.wg, 0] = in_parts(minus_delta)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
 
 
-def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
+def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked, first):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
     s, slot = w.schedule, keys_of(w).ring.slot(n)
     x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
         ids = (rows.q_ids, mosaic.read(w.smem.ids.at[slot], COL)) if s.segmented else None
-        x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
+        x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids, first)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
@@ -268,7 +269,7 @@ def wait_for_keys(w: Worker, i: Item, n):
     pl.when(n < i.last)(lambda: plgpu.barrier_wait(bar))
 
 
-def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
+def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked, first=False):
     """Adds dS K of step n to dQ."""
     s, smem, values = w.schedule, w.smem, values_of(w)
     slot, slot_of_v, joint = keys_of(w).ring.slot(n), values.ring.slot(n), multiplies_delta(s)
@@ -291,7 +292,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         # Compute P while dP runs.
         scores = plgpu.wgmma_accumulator_load(acc, wait_n=s.parts + joint)[:, : s.columns]
         release_k(w, i, n)
-        p, slope = probabilities(w, i, rows, scores, n, masked)
+        p, slope = probabilities(w, i, rows, scores, n, masked, first)
         if waits_after_p(s):
             wait_for_keys(w, i, n + 1)
         # Compute dS.
@@ -318,14 +319,14 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     one = functools.partial(step, w, i, rows, dq_acc)
     if waits_after_p(s):
         wait_for_keys(w, i, i.first)
-    one(i.first, s.masks_first)
-    steps.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
-    steps.finish(w, i, lambda: store(w, i, [acc[...] for acc in dq_acc]))
+    one(i.first, s.masks_first, first=True)
+    steps.walk(s, i, i.first + 1, one, crosses=s.visits.diagonal_crosses_tiles)
+    steps.finish(w, i, lambda: store(w, i, dq_acc[...]))
 
 
 def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
-    name, dq = "dq" if w.schedule.persistent else "do", [x * w.schedule.scale for x in dq]
+    name, dq = "dq" if w.schedule.persistent else "do", dq * w.schedule.scale
     plgpu.wait_smem_to_gmem(0)  # the previous item's dQ has left it
     schedule.store_rows(w, name, w.wg, dq, w.results[0], i.batch, i.row, i.head)
 
@@ -343,7 +344,8 @@ def differentiate(w: Worker, i: Item):
         load_following(w, i)
         # Compute, while others may see tiles before these and after them.
         pass_by(w, i, i.n0, i.first)
-        pl.run_scoped(functools.partial(accumulate, w, i, rows), s.accumulators())
+        acc = plgpu.ACC((ROWS, s.width), jnp.float32)
+        pl.run_scoped(functools.partial(accumulate, w, i, rows), acc)
         if s.masks_last:
             pass_by(w, i, i.last, i.end)
 
@@ -376,7 +378,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     tile = tiles(sum(schedule.blocks_of(call)), call.segmented)
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
-    out_type = [schedule.gradient(q, call.lengths[0], call), stat, stat]
+    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
     memory = functools.partial(scratch, has_dlse=dlse is not None)
     return schedule.launch(
         "attention_backward_dq", body, tile, call, inputs, segments, out_type, memory

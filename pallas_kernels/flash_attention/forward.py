@@ -44,18 +44,19 @@ LEAP = 8.0  # how far logits in base 2 may exceed m, to which their row's weight
 LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
-def tiles(head_dim: int, segmented: bool) -> Tiles:
+def tiles(blocks: tuple[int, ...], segmented: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention-tiles.md has the others."""
+    head_dim = sum(blocks)
     if head_dim <= 80:
         return Tiles(3, 128, 4 if head_dim <= 64 else 3, True, 16)
-    if head_dim == 112:
-        return Tiles(3, 96, 2, not segmented, 16)
     if head_dim <= 128:
         # Three slots of K leave no room for the ids at D = 128.
         return Tiles(2, 128, 2 if segmented and head_dim > 96 else 3, True, 16)
     # The more columns O has, the fewer keys fit in registers and shared memory.
     if head_dim <= 160:
         return Tiles(2, 128, 2, False, 16)
+    if blocks == (64,) * 3:
+        return Tiles(2, 64, 3, False, 16)
     return Tiles(2, 96 if head_dim <= (192 if segmented else 224) else 64, 2, False, 16)
 
 
@@ -182,18 +183,18 @@ def pass_by(w: Worker, i: Item, low, high):
 # Compute scores and softmax.
 
 
-def mask(w: Worker, i: Item, x, n):
+def mask(w: Worker, i: Item, x, n, first=False):
     s, smem, ids = w.schedule, w.smem, None
     if s.segmented:
         k_ids = smem.k_ids.at[keys_of(w).ring.slot(n)]
         ids = mosaic.read(smem.q_ids.at[i.at], ROW), mosaic.read(k_ids, COL)
-    x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids)
+    x = masks.visible(x, s.visits, i.row, (i.stream.base - 1 - n) * s.columns, ids, first)
     if s.segmented:
         plgpu.commit_smem()  # plain loads have read the ids before TMA overwrites them
     return x
 
 
-def scores(w: Worker, i: Item, x, n, masked):
+def scores(w: Worker, i: Item, x, n, masked, first=False):
     """Step n's Q K^T, with -inf where masked; releases the tile of keys."""
     s = w.schedule
     if s.softcap is not None:
@@ -201,7 +202,7 @@ def scores(w: Worker, i: Item, x, n, masked):
     if not s.segmented:
         keys_of(w).ring.release(n)
     if masked is True:
-        x = mask(w, i, x, n)
+        x = mask(w, i, x, n, first)
     elif masked is not False:
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.segmented:
@@ -259,7 +260,7 @@ def softmax(s: Schedule, x, m, l, o):
         # The new maximum in m's unit or, if m's is a power of two, in the new unit.
         alpha = jnp.exp2(m - jnp.where(rises & (abs(m) < LARGE), logit, new))
         l = l * (along(alpha, l.shape, 0) if l.ndim > 1 else alpha)
-        return new, l, [x * along(alpha, x.shape, 0) for x in o]
+        return new, l, o * along(alpha, o.shape, 0)
 
     def weigh(m, l, o):
         p = jnp.exp2(above(s, x, m))
@@ -290,7 +291,7 @@ def first_step(w: Worker, i: Item):
         return s_acc[...]
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
-    x = scores(w, i, x, i.first, s.masks_first)
+    x = scores(w, i, x, i.first, s.masks_first, first=True)
     top = jnp.max(x, axis=1)
     m = jnp.maximum(top * factor_of(s, top * unit(s)), masks.LOWEST)
     p = jnp.exp2(above(s, x, m))
@@ -302,7 +303,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     s = w.schedule
     p, m, l = carry
     # The diagonal may cross two tiles, and segments and the window may begin anywhere.
-    crosses = s.diagonal_crosses_tiles or s.masks_last
+    crosses = s.visits.diagonal_crosses_tiles or s.masks_last
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
     slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
     # Issue both matmuls.
@@ -316,16 +317,15 @@ def step(w: Worker, i: Item, o_acc, n, carry):
         schedule.over_rows(o_acc, p, tiles_at(w.smem.v, before))
         next_turn(w)
         load_later(w, i, n)
-        return plgpu.wgmma_accumulator_load(s_acc, wait_n=s.parts)  # O += P V still runs
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=len(s.widths))  # O += P V still runs
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, n, masked)
-    o = [acc[...] for acc in o_acc]  # waits for O += P V
+    o = o_acc[...]  # waits for O += P V
     values_of(w).ring.release(n - 1)
     # Compute the softmax while the other warpgroups' matmuls run.
     p, m, l, o = softmax(s, x, m, l, o)
-    for acc, block in zip(o_acc, o, strict=True):
-        acc[...] = block
+    o_acc[...] = o
     return p, m, l
 
 
@@ -337,7 +337,7 @@ def accumulate(w: Worker, i: Item, carry, o_acc):
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
     schedule.over_rows(o_acc, p, tiles_at(w.smem.v, values_of(w).ring.wait(i.last - 1)))
-    o = [acc[...] for acc in o_acc]
+    o = o_acc[...]
     values_of(w).ring.release(i.last - 1)
     return o, m, l
 
@@ -369,7 +369,8 @@ def attend(w: Worker, i: Item):
         carry = first_step(w, i)
         load_following_q(w, i)
         # O's accumulator begins here: if it began earlier, ptxas would also store the zeros of S.
-        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), s.accumulators())
+        acc = plgpu.ACC((ROWS, s.width), jnp.float32)
+        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i, carry), acc)
         steps.finish(w, i, lambda: store(w, i, o, m, l))
         if s.masks_last:
             pass_by(w, i, i.last, i.end)
@@ -395,10 +396,9 @@ def body(w: Worker):
 def forward(q, k, v, segments=None, *, call: Call):
     """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
-    q, k, v: padded by op.py if heads are wide; rows past call.lengths are ignored.
     segments: ids of the queries and of the keys, padded by op.py, or None.
     """
-    tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
+    tile, inputs = tiles(schedule.blocks_of(call), call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
         "attention_forward", body, tile, call, inputs, segments, out_type, scratch

@@ -59,8 +59,7 @@ _TILES = {  # kernel, tight: (rows of a block, columns of a step) for D up to 64
 def tiles(kernel: str, head_dim: int, call: Call) -> Tiles:
     # In the backward pass segments and softcap need registers.
     more = kernel != "forward" and (call.segmented or call.softcap is not None)
-    width = schedule.width_of(head_dim)
-    block, step = _TILES[kernel, mosaic.is_tight() or more][(width > 64) + (width > 128)]
+    block, step = _TILES[kernel, mosaic.is_tight() or more][(head_dim > 64) + (head_dim > 128)]
     return Tiles(1, step, 1, False, 16, block)
 
 

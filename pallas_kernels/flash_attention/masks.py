@@ -76,6 +76,11 @@ class Visits(NamedTuple):
         """Whether keys are the columns and the last tile of keys is not full."""
         return not self.by_keys and self.lengths[1] % self.size != 0
 
+    @property
+    def diagonal_crosses_tiles(self) -> bool:
+        """Whether the diagonal of a warpgroup's rows may cross a second tile."""
+        return self.causal and bool(self.offset % ROWS or self.size % ROWS)
+
     def columns(self, row):
         """(first column that a row sees, column after its last); None where nothing limits it."""
         causal, window, offset = self.causal, self.window, self.offset
@@ -186,14 +191,13 @@ def finish(o, m, l, *, blind: bool):
     return o, m * (1 / LOG2E) + jnp.log(l)
 
 
-def visible(x, visits: Visits, row, column, ids=None):
+def visible(x, visits: Visits, row, column, ids=None, first=True):
     """Scores x with -inf where a query may not see a key.
 
     row, column: the numbers of x's first row and first column.  ids: (the rows' ids, the columns'
-    ids), or None without segments.
+    ids), or None without segments.  first: whether this is the first tile of a warpgroup's rows.
     """
-    # Positions and ids are broadcast from one number per row or column: a number per element would
-    # take a register each.
+    # Broadcast from one number per row or column: one per element would take a register each.
     along = lambda numbers, axis: mosaic.along(numbers, x.shape, axis)
 
     def places(start, axis):
@@ -203,11 +207,12 @@ def visible(x, visits: Visits, row, column, ids=None):
 
     if ids is not None:
         x = jnp.where(along(ids[0], 0) == along(ids[1], 1), x, -jnp.inf)
+    at_edge = first or visits.diagonal_crosses_tiles or visits.window
     q, k = ((column, 1), (row, 0)) if visits.by_keys else ((row, 0), (column, 1))
     q = q[0] + visits.offset, q[1]
-    if visits.ragged:
+    if visits.ragged and at_edge:
         x = jnp.where(places(*k) < visits.lengths[1], x, -jnp.inf)
-    if not visits.causal:  # a window needs causal
+    if not (visits.causal and at_edge):  # a window needs causal
         return x
     q, k = places(*q), places(*k)
     x = jnp.where(q >= k, x, -jnp.inf)

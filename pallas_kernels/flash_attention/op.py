@@ -39,8 +39,6 @@ from pallas_kernels.options import checked, with_gradient
 from pallas_kernels.packed import Packed, operands_of, shapes, split
 
 WIDEST = 256  # the largest head dimension: O then takes 128 of a thread's 255 registers
-# The kernels read arrays in place if T and D are multiples of these (`schedule.blocks_of`).
-_multiples = lambda d, general: (1, 8) if general or d <= 128 else (8, 32)
 Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
@@ -60,8 +58,8 @@ def attention(
 ) -> Float[Array, "B T H D"] | Any:
     """softmax(scale q k^T, masked) v of each head, in q's dtype; softmax and sums in float32.
 
-    q: or a `Packed` of q, k and v, read in place if D is a multiple of 8 (above 128 in Hopper's
-        form: D a multiple of 32 and T of 8); otherwise it is split into copies.
+    q: or a `Packed` of q, k and v, read in place if D is a multiple of 8; otherwise it is split
+        into copies.
     causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
@@ -241,8 +239,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    rows, columns = _multiples(d, general)
-    if isinstance(operands, Packed) and t % rows == d % columns == 0:
+    if isinstance(operands, Packed) and d % 8 == 0:
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:  # the kernels store 16 bytes at a time
@@ -258,15 +255,8 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     return (out, lse[:, :, :t]) if return_lse else out
 
 
-def _padded(arrays, call: Call):
-    """The arrays, padded to the multiples that Hopper's kernels need for wide heads."""
-    rows, columns = _multiples(call.width, call.general)
-    return tuple(mosaic.pad_axis(mosaic.pad_axis(x, 1, rows), 3, columns) for x in arrays)
-
-
 def _attention_forward(arrays, segments, call: Call, with_lse):
     """((O, lse), what the backward pass needs).  arrays: (q, k, v), or one array with all three."""
-    arrays = _padded(arrays, call)
     q, k, v = arrays if call.heads is None else arrays * 3
     results = (general.forward if call.general else forward)(q, k, v, segments, call=call)
     # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
@@ -278,7 +268,6 @@ def _attention_backward(call: Call, with_lse, saved, cotangents):
     arrays, segments, out, lse = saved
     dout, dlse = cotangents
     dlse = dlse if with_lse else None  # it is zero, so the kernels need not read it
-    out, dout = _padded((out, dout), call)
     q, k, v = arrays if call.heads is None else arrays * 3
     return backward(q, k, v, out, lse, dout, dlse, segments, call=call), None
 

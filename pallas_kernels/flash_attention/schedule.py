@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ampere, dispatch, mosaic
+from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention.masks import Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
 
@@ -42,17 +41,16 @@ def blocks_of(call: Call) -> tuple[int, ...]:
 
     wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips the strips alternate
     every 8 rows, so TMA copies 8 rows and whole strips at a time.  In a block of one strip the rows
-    are contiguous: TMA stops at any T and D, and fills the rest with zeros.  But every block needs
-    separate wgmmas, and ptxas copies P's registers for each wgmma that takes P as an operand.
+    are contiguous: TMA stops at any T and D, and fills the rest with zeros.  Blocks of one width
+    are one operand of a wgmma (`over_rows`), but TMA copies each by itself.
     """
     d = call.width
-    if d > 128:
-        return (mosaic.cdiv(d, 32) * 32,)  # in strips of 16, D=240 has 0.75 of cuDNN's speed
-    if d % 16 == 0 and not any(n % 8 for n in call.lengths):
-        return (d,)
-    if d <= 64:
-        return (next(width for width in (16, 32, 64) if d <= width),)
-    return 64, 32 if d <= 96 else 64
+    if d % (16 if d <= 96 else 32) == 0 and not any(n % 8 for n in call.lengths):
+        return (d,)  # strips of 16 are slow in wider heads
+    if 64 < d <= 96:
+        return 64, 32
+    width = 16 if d <= 16 else 32 if d <= 32 or 128 < d <= 160 else 64
+    return (width,) * mosaic.cdiv(d, width)
 
 
 class Tiles(NamedTuple):
@@ -61,9 +59,7 @@ class Tiles(NamedTuple):
     wgs: int  # computing warpgroups of a block, 64 rows each
     step: int  # columns of one step: keys, or queries in the dK/dV kernel
     stages: int  # steps in flight
-    # True: one block per SM; it takes several work items and loads the next item's rows while it
-    # works on the current ones.  False: one block per item; the hardware hands the items out.
-    persistent: bool
+    persistent: bool  # one block per SM takes several items; otherwise the hardware hands them out
     section: int  # MiB of streamed operands of the heads worked on at a time
     block: int = 0  # rows of a block, if not 64 for each warpgroup
 
@@ -96,13 +92,13 @@ class Schedule(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of blocks of columns: a tile takes this many copies, and this many wgmmas."""
+        """Number of blocks of columns: a tile takes this many copies, or wgmmas over columns."""
         return len(self.blocks)
 
     @property
-    def plain(self) -> bool:
-        """Whether all blocks are single strips, which TMA clips anywhere (see `blocks_of`)."""
-        return all(width in (16, 32, 64) for width in self.blocks)
+    def widths(self) -> set[int]:
+        """Widths of blocks: a tile has this many arrays, and takes this many wgmmas over rows."""
+        return set(self.blocks)
 
     @property
     def sets(self) -> int:
@@ -135,11 +131,6 @@ class Schedule(NamedTuple):
         return 2 if self.persistent else 1
 
     @property
-    def diagonal_crosses_tiles(self) -> bool:
-        """Whether the diagonal of a warpgroup's rows may cross a second tile."""
-        return self.visits.causal and bool(self.visits.offset % ROWS or self.columns % ROWS)
-
-    @property
     def begins_with_lse(self) -> bool:
         """Whether dK/dV's scores begin with -lse, so that P need not wait: slower at D = 64."""
         return self.softcap is None and self.width > 64
@@ -165,16 +156,15 @@ class Schedule(NamedTuple):
         items, full = plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots)
         return dict(items=items, item_full=full)
 
-    def accumulators(self) -> list:
-        """Registers for a warpgroup's rows."""
-        return [plgpu.ACC((ROWS, width), jnp.float32) for width in self.blocks]
-
     def buffer(self, n: int, rows: int, over_rows: bool = False):
-        """Shared memory for n tiles; over_rows: wgmma sums over their rows, in whole swizzles."""
+        """Shared memory for n tiles: for each width (n, blocks of this width, rows, width).
+
+        over_rows: wgmma sums over their rows, in whole swizzles.
+        """
+        shapes = [(n, self.blocks.count(x), rows, x) for x in sorted(self.widths, reverse=True)]
         cols = lambda width: math.gcd(rows, width) if over_rows else width
-        tile = lambda width: mosaic.tiled(n, rows, width, dtype=self.dtype, cols=cols(width))
-        tiles = [tile(width) for width in self.blocks]
-        if not self.plain or dispatch.interpreting():
+        tiles = [mosaic.tiled(*x, dtype=self.dtype, cols=cols(x[3])) for x in shapes]
+        if not self.widths <= {16, 32, 64} or dispatch.interpreting():
             return tiles
         swizzle = lambda x: mosaic.wgmma_tiles(x.shape[-1], x.dtype)[1:]
         plain = [plgpu.SMEM(x.shape, x.dtype, transforms=swizzle(x)) for x in tiles]
@@ -233,9 +223,9 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
 
     items = levels * pairs
     grid = min(items, mosaic.sm_count()) if tile.persistent else items
-    blocks = (width_of(d),) if call.general else blocks_of(call)
+    columns = (width_of(d),) if call.general else blocks_of(call)
     return Schedule(
-        visits, tile.wgs, tile.step, tile.stages, block, lead, items, grid, where, q.dtype, blocks,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, items, grid, where, q.dtype, columns,
         group, k_first, v_first, call.scale, call.softcap, call.segmented,
     )  # fmt: skip
 
@@ -258,10 +248,10 @@ class Worker(NamedTuple):
     @property
     def cuts(self) -> list:
         """The columns of each block; TMA fills those past D with zeros, and never writes them."""
-        ends, d = np.cumsum(self.schedule.blocks).tolist(), self.inputs.q.shape[3]
+        d, blocks = self.inputs.q.shape[3], self.schedule.blocks
         # A variable because JAX 0.12 rejects slices that are statically too wide.
-        start = lambda end, n: end - n + (lax.rem(self.wg, jnp.int32(1)) if end > d else 0)
-        return [pl.ds(start(end, n), n) for end, n in zip(ends, self.schedule.blocks, strict=True)]
+        start = lambda at, n: at + (lax.rem(self.wg, jnp.int32(1)) if at + n > d else 0)
+        return [pl.ds(start(n * blocks[0], x), x) for n, x in enumerate(blocks)]
 
 
 def launch(
@@ -315,51 +305,45 @@ def forward_results(q, call: Call):
     return jax.ShapeDtypeStruct((b, t, h, call.width), q.dtype), lse
 
 
-def gradient(x, rows: int, call: Call):
-    """The type of x's gradient, without x's padding: `rows` rows and D columns."""
-    return jax.ShapeDtypeStruct((x.shape[0], rows, x.shape[2], call.width), x.dtype)
-
-
 def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> None:
-    """Copies 64 rows from registers through a buffer of w.smem to target[batch, row:, head].
-
-    TMA stores them asynchronously.  Where TMA cannot (see `blocks_of`), each thread stores 16 bytes
-    at a time, never past the end.
-    """
-    buffers = tiles_at(getattr(w.smem, name), at)
-    for buffer, block in zip(buffers, value, strict=True):
-        buffer[...] = block.astype(buffer.dtype)
+    """Starts to copy 64 rows from registers through a buffer to target[batch, row:, head]."""
+    for n, block in enumerate(blocks(tiles_at(getattr(w.smem, name), at))):
+        start = n * w.schedule.blocks[0]
+        block[...] = value[:, start : start + block.shape[1]].astype(block.dtype)
     plgpu.commit_smem()
-    if w.schedule.plain or (target.shape[3] == w.schedule.width and target.shape[1] % 8 == 0):
-        for tile, cut in zip(tiles_at(getattr(w.tma, name), at), w.cuts, strict=True):
-            plgpu.copy_smem_to_gmem(tile, target.at[batch, pl.ds(row, ROWS), head, cut])
-        return
-    (buffer,) = buffers
-    ampere.store_rows(buffer, target, batch, head, row, target.shape[1])
-    plgpu.commit_smem()  # all threads have read the buffer, which TMA may fill next
+    for block, cut in zip(blocks(tiles_at(getattr(w.tma, name), at)), w.cuts, strict=True):
+        plgpu.copy_smem_to_gmem(block, target.at[batch, pl.ds(row, ROWS), head, cut])
 
 
 def tiles_at(buffers: list, *at) -> list:
-    """The blocks of one tile."""
+    """One tile: for each width an array (blocks of this width, rows, width)."""
     return [buffer.at[at] for buffer in buffers]
+
+
+def blocks(tile: list) -> list:
+    """The blocks of a tile, each (rows, width)."""
+    return [x.at[n] for x in tile for n in range(x.shape[0])]
 
 
 def copy_rows(w: Worker, ref, batch, rows, head, buffers: list, at, bar) -> None:
     """Starts to copy rows of a head to the buffers' tile `at`; arrives once for each block."""
-    for tile, cut in zip(tiles_at(buffers, at), w.cuts, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head, cut], tile, bar)
+    for block, cut in zip(blocks(tiles_at(buffers, at)), w.cuts, strict=True):
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head, cut], block, bar)
 
 
 def over_columns(acc, rows: list, tile: list) -> None:
     """acc += rows times a tile, transposed: a wgmma for each block."""
-    for x, y in zip(rows, tile, strict=True):
+    for x, y in zip(blocks(rows), blocks(tile), strict=True):
         plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
 
-def over_rows(accs: list, p, tile: list) -> None:
-    """acc += p times a tile: a wgmma for each block."""
-    for acc, y in zip(accs, tile, strict=True):
-        plgpu.wgmma(acc, p, y)
+def over_rows(acc, p, tile: list) -> None:
+    """acc += p times a tile: a wgmma for each width (ptxas copies p for the second one)."""
+    if tile[0].shape[0] > 1:
+        mosaic.times_strips(acc, p, *tile)
+        return
+    for n, x in enumerate(blocks(tile)):
+        plgpu.wgmma(acc.at[:, pl.ds(n * 64, x.shape[1])] if tile[1:] else acc, p, x)
 
 
 def stat_rows(t: int) -> int:

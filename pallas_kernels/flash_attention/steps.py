@@ -166,8 +166,9 @@ class Operand(NamedTuple):
     def send(self, w: Worker, n, batch, head, columns):
         """Starts to copy these columns for step n."""
         (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
-        for smem, cut in zip(self.smem, w.cuts, strict=True):
-            self.ring.send(n, self.ref.at[batch, columns, self.first_head + head, cut], smem)
+        places = [(smem, block) for smem in self.smem for block in range(smem.shape[1])]
+        for place, cut in zip(places, w.cuts, strict=True):
+            self.ring.send(n, self.ref.at[batch, columns, self.first_head + head, cut], *place)
         if stats is not None:
             self.ring.send(n, stats.at[batch, head, columns], stats_smem)
         if ids is not None:

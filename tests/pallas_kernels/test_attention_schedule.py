@@ -149,10 +149,11 @@ def test_every_head_dimension_fits_into_shared_memory(monkeypatch, d, t, segment
     for kv_heads, softcap in ((8, None), (8, 30.0), (32, None)):
         q, k = (jax.ShapeDtypeStruct((4, t, heads, d), BF16) for heads in (32, kv_heads))
         call = schedule.Call((t, t), d, True, 1.0, None, softcap, segmented)
-        width = sum(schedule.blocks_of(call))
+        blocks = schedule.blocks_of(call)
+        width = sum(blocks)
         of_keys = backward_dkv.tiles(width, 32 // kv_heads, softcap)
         for tiles, scratch, by_keys in (
-            (forward.tiles(width, segmented), forward.scratch, False),
+            (forward.tiles(blocks, segmented), forward.scratch, False),
             (backward_dq.tiles(width, segmented), rows, False),
             (of_keys, backward_dkv.scratch, True),
         ):
