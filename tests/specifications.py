@@ -97,18 +97,17 @@ def dot(t, acc, x, words, scales):
     return acc + y.reshape(-1)
 
 
-def times_strips(swizzle, acc, p, tile):
-    strips, rows, width = tile.shape
-    tile = tile.swapaxes(0, 1).reshape(rows, strips * width)
-    return acc + jnp.matmul(p.astype(acc.dtype), tile.astype(acc.dtype), precision="highest")
+def multiply(acc, p, tile):
+    tile = jnp.concatenate([block for x in tile for block in x], axis=1).astype(acc.dtype)
+    return acc + jnp.matmul(p.astype(acc.dtype), tile, precision="highest")
 
 
-WGMMAS = {mosaic._times_strips}  # read shared memory as wgmma does
+WGMMAS = {mosaic._multiply}  # read shared memory as wgmma does
 ARRAYS = {
     ampere._as_left: lambda dtype, x: x.astype(dtype),
     # Each warp's own answer on a GPU.  A row's result does not depend on it.
     mosaic._any_reaches: lambda limit, x: (x >= limit).any().astype(jnp.int32),
-    mosaic._times_strips: times_strips,
+    mosaic._multiply: multiply,
     unpack._tile: tile,
     unpack._transposed: transposed,
     unpack._load: lambda parts, words: words,

@@ -59,14 +59,13 @@ def ahead(s: Schedule) -> int:
 def runs_on(s: Schedule) -> bool:
     """Whether a step's dV and dK matmuls run on during the next step: registers then hold P and dS.
 
-    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask,
-    and for blocks of two widths ptxas would copy P and dS, and serialize every wgmma (C7511).
+    2.92 instead of 3.16 ms at T = 16384, D = 128 (H200); 4 bytes would spill without a causal mask.
 
     A slot then stays taken for one more step.  A step in halves loads before it frees a slot, so
     its ring needs two slots more than `ahead`: with fewer, the loading warp would wait for its own
     warpgroup.
     """
-    fits = s.stages > 3 and s.visits.causal and len(s.widths) == 1
+    fits = s.stages > 3 and s.visits.causal
     return s.columns > ROWS or pairs_up(s) or fits
 
 
@@ -281,7 +280,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     def add(scores, dp_acc, half, wait_n):
         """Computes P while dP runs, starts dV, computes dS while dV runs; returns dS."""
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, begins, half)
-        schedule.over_rows(dv_acc, p.astype(s.dtype), do[half])
+        mosaic.multiply(dv_acc, p.astype(s.dtype), do[half])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)  # dP - delta
         return masks.d_scores(p, dp, slope).astype(s.dtype)
 
@@ -297,11 +296,11 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=s.parts)
         if runs_on(s) and not begins:
             release(w, step.n - 1)
-        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=len(s.widths))
+        ds = add(scores[:, :ROWS], dp_acc, 0, wait_n=1)
         if len(halves) > 1:
             pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
             return
-        schedule.over_rows(dk_acc, ds, q[0])
+        mosaic.multiply(dk_acc, ds, q[0])
         if not runs_on(s):
             plgpu.wgmma_wait(0)
             release(w, step.n)
@@ -309,9 +308,9 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     def second(ds, scores, dp_acc):
         dp_acc[...] = column(smem.minus_delta, slot, 1)
         schedule.over_columns(dp_acc, v, do[1])
-        schedule.over_rows(dk_acc, ds, q[0])
+        mosaic.multiply(dk_acc, ds, q[0])
         ds = add(scores, dp_acc, 1, wait_n=2)
-        schedule.over_rows(dk_acc, ds, q[1])
+        mosaic.multiply(dk_acc, ds, q[1])
 
     if not s.begins_with_lse:  # outside, as in backward_dq.step
         plgpu.barrier_wait(smem.do_full.at[slot])
@@ -358,7 +357,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
         plgpu.barrier_arrive(smem.p_full)
         # Accumulate dV; the matmul runs on during the next step.
         plgpu.barrier_wait(smem.do_full.at[slot])
-        schedule.over_rows(dv_acc, p.astype(s.dtype), tiles_at(smem.do, slot))
+        mosaic.multiply(dv_acc, p.astype(s.dtype), tiles_at(smem.do, slot))
 
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
@@ -381,7 +380,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         ds = (p * (dp + column(smem.minus_delta, slot))).astype(s.dtype)
         plgpu.barrier_arrive(smem.p_free)
         # Accumulate dK; the matmul runs on during the next step.
-        schedule.over_rows(dk_acc, ds, tiles_at(smem.q, slot))
+        mosaic.multiply(dk_acc, ds, tiles_at(smem.q, slot))
 
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 

@@ -302,7 +302,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked, first=False):
         plgpu.barrier_arrive(smem.free.at[slot])
         ds = masks.d_scores(p, dp, slope).astype(s.dtype)
         # Accumulate dQ; the matmul runs on during the next step.
-        schedule.over_rows(dq_acc, ds, tiles_at(smem.kv, slot))
+        mosaic.multiply(dq_acc, ds, tiles_at(smem.kv, slot))
         refill_free(w, i, n)
 
     if not waits_after_p(s):  # outside: with a wait before the wgmma ptxas would store its zeros

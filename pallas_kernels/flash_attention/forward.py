@@ -44,9 +44,8 @@ LEAP = 8.0  # how far logits in base 2 may exceed m, to which their row's weight
 LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
 
 
-def tiles(blocks: tuple[int, ...], segmented: bool) -> Tiles:
+def tiles(head_dim: int, segmented: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention-tiles.md has the others."""
-    head_dim = sum(blocks)
     if head_dim <= 80:
         return Tiles(3, 128, 4 if head_dim <= 64 else 3, True, 16)
     if head_dim <= 128:
@@ -55,9 +54,9 @@ def tiles(blocks: tuple[int, ...], segmented: bool) -> Tiles:
     # The more columns O has, the fewer keys fit in registers and shared memory.
     if head_dim <= 160:
         return Tiles(2, 128, 2, False, 16)
-    if blocks == (64,) * 3:
-        return Tiles(2, 64, 3, False, 16)
-    return Tiles(2, 96 if head_dim <= (192 if segmented else 224) else 64, 2, False, 16)
+    # TMA copies the ids of a step to a multiple of 128 bytes: 32 columns.
+    columns = (96, 64, 64) if segmented else (112, 96, 80)
+    return Tiles(2, columns[(head_dim > 192) + (head_dim > 224)], 2, False, 16)
 
 
 def v_stages(s: Schedule) -> int:
@@ -72,7 +71,7 @@ def scratch(s: Schedule) -> dict:
     return dict(
         qo=s.buffer(own, ROWS),  # one per warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
-        v=s.buffer(v_stages(s), s.columns, over_rows=True),  # the ring of V
+        v=s.buffer(v_stages(s), s.columns),  # the ring of V
         q_bars=plgpu.Barrier(num_arrivals=s.parts + s.segmented, num_barriers=own),
         k_full=ring(num_arrivals=s.parts + s.segmented),
         v_full=v_ring(num_arrivals=s.parts),
@@ -314,10 +313,10 @@ def step(w: Worker, i: Item, o_acc, n, carry):
         here = steps.unsettled(i, s, n)
         schedule.over_columns(s_acc, tiles_at(w.smem.qo, here), tiles_at(w.smem.k, slot))
         values_of(w).ring.wait(n - 1)
-        schedule.over_rows(o_acc, p, tiles_at(w.smem.v, before))
+        mosaic.multiply(o_acc, p, tiles_at(w.smem.v, before))
         next_turn(w)
         load_later(w, i, n)
-        return plgpu.wgmma_accumulator_load(s_acc, wait_n=len(s.widths))  # O += P V still runs
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     x = scores(w, i, x, n, masked)
@@ -336,7 +335,7 @@ def accumulate(w: Worker, i: Item, carry, o_acc):
     if w.schedule.segmented:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
-    schedule.over_rows(o_acc, p, tiles_at(w.smem.v, values_of(w).ring.wait(i.last - 1)))
+    mosaic.multiply(o_acc, p, tiles_at(w.smem.v, values_of(w).ring.wait(i.last - 1)))
     o = o_acc[...]
     values_of(w).ring.release(i.last - 1)
     return o, m, l
@@ -398,7 +397,7 @@ def forward(q, k, v, segments=None, *, call: Call):
 
     segments: ids of the queries and of the keys, padded by op.py, or None.
     """
-    tile, inputs = tiles(schedule.blocks_of(call), call.segmented), dict(q=q, k=k, v=v)
+    tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
         "attention_forward", body, tile, call, inputs, segments, out_type, scratch

@@ -5,7 +5,6 @@ all columns that its rows see stream past it.  These columns should come from th
 block should wait for the busiest one, and a block should know its next item early.
 """
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ def blocks_of(call: Call) -> tuple[int, ...]:
     wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips the strips alternate
     every 8 rows, so TMA copies 8 rows and whole strips at a time.  In a block of one strip the rows
     are contiguous: TMA stops at any T and D, and fills the rest with zeros.  Blocks of one width
-    are one operand of a wgmma (`over_rows`), but TMA copies each by itself.
+    are one operand of a wgmma (`mosaic.multiply`), but TMA copies each by itself.
     """
     d = call.width
     if d % (16 if d <= 96 else 32) == 0 and not any(n % 8 for n in call.lengths):
@@ -94,11 +93,6 @@ class Schedule(NamedTuple):
     def parts(self) -> int:
         """Number of blocks of columns: a tile takes this many copies, or wgmmas over columns."""
         return len(self.blocks)
-
-    @property
-    def widths(self) -> set[int]:
-        """Widths of blocks: a tile has this many arrays, and takes this many wgmmas over rows."""
-        return set(self.blocks)
 
     @property
     def sets(self) -> int:
@@ -156,15 +150,11 @@ class Schedule(NamedTuple):
         items, full = plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots)
         return dict(items=items, item_full=full)
 
-    def buffer(self, n: int, rows: int, over_rows: bool = False):
-        """Shared memory for n tiles: for each width (n, blocks of this width, rows, width).
-
-        over_rows: wgmma sums over their rows, in whole swizzles.
-        """
-        shapes = [(n, self.blocks.count(x), rows, x) for x in sorted(self.widths, reverse=True)]
-        cols = lambda width: math.gcd(rows, width) if over_rows else width
-        tiles = [mosaic.tiled(*x, dtype=self.dtype, cols=cols(x[3])) for x in shapes]
-        if not self.widths <= {16, 32, 64} or dispatch.interpreting():
+    def buffer(self, n: int, rows: int):
+        """Shared memory for n tiles: for each width (n, blocks of this width, rows, width)."""
+        shapes = [(n, self.blocks.count(x), rows, x) for x in dict.fromkeys(self.blocks)]
+        tiles = [mosaic.tiled(*shape, dtype=self.dtype) for shape in shapes]
+        if not set(self.blocks) <= {16, 32, 64} or dispatch.interpreting():
             return tiles
         swizzle = lambda x: mosaic.wgmma_tiles(x.shape[-1], x.dtype)[1:]
         plain = [plgpu.SMEM(x.shape, x.dtype, transforms=swizzle(x)) for x in tiles]
@@ -335,15 +325,6 @@ def over_columns(acc, rows: list, tile: list) -> None:
     """acc += rows times a tile, transposed: a wgmma for each block."""
     for x, y in zip(blocks(rows), blocks(tile), strict=True):
         plgpu.wgmma(acc, x, y.transpose((1, 0)))
-
-
-def over_rows(acc, p, tile: list) -> None:
-    """acc += p times a tile: a wgmma for each width (ptxas copies p for the second one)."""
-    if tile[0].shape[0] > 1:
-        mosaic.times_strips(acc, p, *tile)
-        return
-    for n, x in enumerate(blocks(tile)):
-        plgpu.wgmma(acc.at[:, pl.ds(n * 64, x.shape[1])] if tile[1:] else acc, p, x)
 
 
 def stat_rows(t: int) -> int:
