@@ -137,11 +137,14 @@ def _multiply(_, acc, p, tile):
         part = registers[:, start // 8 : (start + columns) // 8]
         how = dict(swizzle=2 * width, group_size=(16, columns), logical_k_major=True)
         (first, (_, (stride,))), (_, step), _ = mma_utils.create_descriptor(x, **how)
-        how = dict(a_transpose=None, b_transpose=True, a_k_stride=None, b_k_stride=stride)
-        how |= dict(n=columns, swizzle=32, a_element_type=p.mlir_dtype, b_element_type=p.mlir_dtype)
         for k in range(groups // 2):
+            # pyrefly: ignore[bad-argument-type]
             rows = arith.addi(first, arith.constant(i64, mma_utils.encode_addr(k * step)))
-            part[...] = wgmma_m64(part, p[:, 16 * k : 16 * k + 16], rows, **how)
+            part[...] = wgmma_m64(
+                part, p[:, 16 * k : 16 * k + 16], rows, a_transpose=None, b_transpose=True,
+                a_k_stride=None, b_k_stride=stride, n=columns, swizzle=32,  # of one instruction
+                a_element_type=p.mlir_dtype, b_element_type=p.mlir_dtype,
+            )  # fmt: skip
         start += columns
     nvvm.wgmma_commit_group_sync_aligned()
     y = mgpu.FragmentedArray(_registers=registers, _layout=acc._value.layout, _is_signed=None)
