@@ -46,7 +46,7 @@ def test_without_a_gpu_it_is_the_plan_for_an_h100():
 @on_cpu
 def test_tiles_that_have_two_views_are_listed_as_wgmma_reads_them():
     (kernel,) = explain("attention", *[like("bfloat16", 1, 198, 1, 72)] * 3).parts[0].kernels
-    assert kernel.tiles[:2] == ("bfloat16[2, 8, 1, 8, 64]", "bfloat16[2, 8, 1, 8, 32]")
+    assert kernel.tiles[:2] == ("bfloat16[2, 1, 8, 1, 8, 64]", "bfloat16[2, 1, 8, 1, 8, 32]")
 
 
 @on_cpu
