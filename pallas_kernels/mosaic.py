@@ -44,9 +44,9 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
-def tiled(*shape: int, dtype, cols: int | None = None):
-    """Shared memory in `wgmma_tiles`, for rows or `cols`; mma and ldmatrix (ampere.py) read it."""
-    return plgpu.SMEM(shape, dtype, transforms=wgmma_tiles(cols or shape[-1], dtype))
+def tiled(*shape: int, dtype):
+    """Shared memory in `wgmma_tiles`, for rows; mma and ldmatrix (ampere.py) read it, too."""
+    return plgpu.SMEM(shape, dtype, transforms=wgmma_tiles(shape[-1], dtype))
 
 
 def sm_count() -> int:
