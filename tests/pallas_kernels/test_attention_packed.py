@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +137,12 @@ def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     ):
         again = jax.jit(jax.grad(jax.checkpoint(op))).trace(x).lower(lowering_platforms=("cuda",))
         assert kernel in names_in(again.as_text())
+
+
+@pytest.mark.parametrize(("t", "d"), [(33, 40), (71, 104), (72, 144), (71, 200), (70, 256)])
+def test_any_length_and_any_multiple_of_8_columns_are_read_in_place(t, d):
+    f = lambda x: attention(Packed(x, ((2, d), (1, d), (1, d))), implementation="mosaic")
+    with_gradient = lambda x: jax.vjp(f, x)[1](jnp.ones((7, t, 2, d), BF16))
+    program = str(jax.make_jaxpr(with_gradient)(jnp.zeros((7, t, 4 * d), BF16)))
+    assert set(KERNELS) <= names_in(program)
+    assert set(re.findall(r"bf16\[7,(\d+),[24],(\d+)\]", program)) == {(str(t), str(d))}
