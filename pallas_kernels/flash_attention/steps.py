@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention.schedule import Schedule, Worker
+from pallas_kernels.flash_attention.schedule import Schedule, Worker, copy_rows
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
@@ -166,9 +166,8 @@ class Operand(NamedTuple):
     def send(self, w: Worker, n, batch, head, columns):
         """Starts to copy these columns for step n."""
         (stats, stats_smem), (ids, ids_smem) = self.stats, self.ids
-        places = [(smem, block) for smem in self.smem for block in range(smem.shape[1])]
-        for place, cut in zip(places, w.cuts, strict=True):
-            self.ring.send(n, self.ref.at[batch, columns, self.first_head + head, cut], *place)
+        at, bars = self.ring.slot(n), self.ring.full
+        copy_rows(w, self.ref, batch, columns, self.first_head + head, self.smem, at, bars.at[at])
         if stats is not None:
             self.ring.send(n, stats.at[batch, head, columns], stats_smem)
         if ids is not None:
