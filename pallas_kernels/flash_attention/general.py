@@ -192,7 +192,7 @@ def forward_body(w: Worker):
 
 @functools.partial(jax.jit, static_argnames="call")
 def forward(q, k, v, segments=None, *, call: Call):
-    """Like forward.forward, but for any T and S, and any D that is a multiple of 8."""
+    """Like forward.forward."""
     inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call)
     return launch("forward", forward_body, call, inputs, segments, out_type)
 

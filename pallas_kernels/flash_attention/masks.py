@@ -11,7 +11,6 @@ fully visible to every row, which need no mask.  Queries 192 to 255, window 128,
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -183,12 +182,11 @@ def online_softmax(x, m, l):
 
 
 def finish(o, m, l, *, blind: bool):
-    """(O or its blocks divided by l, lse).  blind: rows may see no key (O = 0, lse = -inf)."""
+    """(O divided by l, lse).  blind: rows may see no key (O = 0, lse = -inf)."""
     inverse = 1 / l
     if blind:
         inverse = jnp.where(l == 0, 0, inverse)  # NaN stays
-    o = jax.tree.map(lambda x: x * mosaic.along(inverse, x.shape, 0), o)
-    return o, m * (1 / LOG2E) + jnp.log(l)
+    return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
 
 
 def visible(x, visits: Visits, row, column, ids=None, first=True):

@@ -273,9 +273,9 @@ def _attention_backward(call: Call, with_lse, saved, cotangents):
 
 
 def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call):
-    """(dq, dk, dv), or one joint gradient if q, k and v are one array; without padding.
+    """(dq, dk, dv), or one joint gradient if q, k and v are one array.
 
-    lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
+    lse, dlse (None: zero): (B, H, stat_rows(T)) float32.
     segments: ids of the queries and of the keys, padded to multiples of `stat_rows(1)`, or None.
     """
     rows = 2 * ROWS if call.general else ROWS

@@ -23,8 +23,8 @@ from pallas_kernels.mosaic import ROWS
 class Call(NamedTuple):
     """The static arguments of the op."""
 
-    lengths: tuple[int, int]  # the true T and S; the arrays are padded
-    width: int  # the true D
+    lengths: tuple[int, int]  # T and S
+    width: int  # D, a multiple of 8
     causal: bool
     scale: float
     window: int | None
@@ -289,10 +289,10 @@ def launch(
 
 def forward_results(q, call: Call):
     """The types of O (B, T, H, D) and of the log-sum-exp (B, H, stat_rows(T))."""
-    b, t = q.shape[0], call.lengths[0]
-    h = q.shape[2] if call.heads is None else call.heads[0]
+    b, t, h, d = q.shape
+    h = h if call.heads is None else call.heads[0]
     lse = jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32)
-    return jax.ShapeDtypeStruct((b, t, h, call.width), q.dtype), lse
+    return jax.ShapeDtypeStruct((b, t, h, d), q.dtype), lse
 
 
 def store_rows(w: Worker, name: str, at, value, target, batch, row, head) -> None:
