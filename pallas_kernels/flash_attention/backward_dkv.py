@@ -432,8 +432,8 @@ def backward_dkv(q, k, v, minus_lse, dout, minus_delta, segments, given=None, *,
     """
     # K and V must not stay in registers: ptxas reuses these too early (docs/attention.md).
     heads, kv_heads = call.heads or (q.shape[2], k.shape[2])
-    tile = tiles(sum(schedule.blocks_of(call)), heads // kv_heads, call.softcap)
-    written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
+    tile = tiles(sum(schedule.blocks_of(q, k)), heads // kv_heads, call.softcap)
+    written = mosaic.cdiv(q.shape[1], ROWS) * ROWS  # by the dQ kernel
     if written % tile.step:  # the last step has a half without queries, so its P must be 0
         masked = lambda x, value: jnp.where(jnp.arange(x.shape[2]) < written, x, value)
         minus_lse, minus_delta = masked(minus_lse, -jnp.inf), masked(minus_delta, 0)

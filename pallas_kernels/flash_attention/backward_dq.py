@@ -375,7 +375,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call):
     -lse is divided by scale, which makes it a score, if `Schedule.begins_with_lse`; otherwise it is
     in base 2.  The last two are (B, H, schedule.stat_rows(T)) fp32.
     """
-    tile = tiles(sum(schedule.blocks_of(call)), call.segmented)
+    tile = tiles(sum(schedule.blocks_of(q, k)), call.segmented)
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]

@@ -397,7 +397,7 @@ def forward(q, k, v, segments=None, *, call: Call):
 
     segments: ids of the queries and of the keys, padded by op.py, or None.
     """
-    tile, inputs = tiles(sum(schedule.blocks_of(call)), call.segmented), dict(q=q, k=k, v=v)
+    tile, inputs = tiles(sum(schedule.blocks_of(q, k)), call.segmented), dict(q=q, k=k, v=v)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
         "attention_forward", body, tile, call, inputs, segments, out_type, scratch

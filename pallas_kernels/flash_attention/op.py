@@ -237,17 +237,15 @@ masked_reference = with_gradient(_reference_forward, _reference_backward, nondif
 
 def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_lse, general: bool):
     """The op by the kernels, in the general form or in Hopper's."""
-    q, k, _ = shapes(operands)
-    t, s, d = q.shape[1], k.shape[1], q.shape[3]
+    q, _, _ = shapes(operands)
+    t, d = q.shape[1], q.shape[3]
     if isinstance(operands, Packed) and d % 8 == 0:
         heads = operands.parts[0][0], operands.parts[1][0]
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:  # the kernels store 16 bytes at a time
         heads, arrays = None, tuple(mosaic.pad_axis(x, 3, 8) for x in split(operands))
-    call = Call(
-        (t, s), arrays[0].shape[3], causal, masks.scale_of(scale, q), window, softcap,
-        segment_ids is not None, heads, general,
-    )  # fmt: skip
+    scale = masks.scale_of(scale, q)
+    call = Call(causal, scale, window, softcap, segment_ids is not None, heads, general)
     if segment_ids is not None:  # the kernels copy whole tiles
         segment_ids = [mosaic.pad_axis(x, 1, stat_rows(1)) for x in segment_ids]
     out, lse = _attention(arrays, segment_ids, call, return_lse)

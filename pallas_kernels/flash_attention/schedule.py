@@ -23,8 +23,6 @@ from pallas_kernels.mosaic import ROWS
 class Call(NamedTuple):
     """The static arguments of the op."""
 
-    lengths: tuple[int, int]  # T and S
-    width: int  # D, a multiple of 8
     causal: bool
     scale: float
     window: int | None
@@ -35,7 +33,7 @@ class Call(NamedTuple):
     general: bool = False  # the form for every GPU since Ampere, not Hopper's
 
 
-def blocks_of(call: Call) -> tuple[int, ...]:
+def blocks_of(q, k) -> tuple[int, ...]:
     """Widths of the blocks of columns in which Hopper's kernels hold a head in shared memory.
 
     wgmma reads strips of 64, 32 or 16 columns.  In a block of several strips the strips alternate
@@ -43,8 +41,8 @@ def blocks_of(call: Call) -> tuple[int, ...]:
     are contiguous: TMA stops at any T and D, and fills the rest with zeros.  Blocks of one width
     are one operand of a wgmma (`mosaic.multiply`), but TMA copies each by itself.
     """
-    d = call.width
-    if d % (16 if d <= 96 else 32) == 0 and not any(n % 8 for n in call.lengths):
+    d = q.shape[3]  # a multiple of 8
+    if d % (16 if d <= 96 else 32) == 0 and q.shape[1] % 8 == k.shape[1] % 8 == 0:
         return (d,)  # strips of 16 are slow in wider heads
     if 64 < d <= 96:
         return 64, 32
@@ -167,13 +165,12 @@ class Schedule(NamedTuple):
 
 def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedule:
     """The Schedule of a kernel.  by_keys: a block owns keys, not queries."""
-    b, _, h, d = q.shape
-    kv_heads, k_first, v_first = k.shape[2], 0, 0
+    (b, t, h, d), (s, kv_heads) = q.shape, k.shape[1:3]
+    k_first = v_first = 0
     if call.heads is not None:
         h, kv_heads = call.heads
         k_first, v_first = h, h + kv_heads
-    (t, s), group = call.lengths, h // kv_heads
-    visits = Visits(call.lengths, call.causal, call.window, tile.step, by_keys)
+    group, visits = h // kv_heads, Visits((t, s), call.causal, call.window, tile.step, by_keys)
     block, lead = tile.block or tile.wgs * ROWS, 0
     levels = mosaic.cdiv(visits.rows, block)
     if by_keys:
@@ -213,7 +210,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
 
     items = levels * pairs
     grid = min(items, mosaic.sm_count()) if tile.persistent else items
-    columns = (width_of(d),) if call.general else blocks_of(call)
+    columns = (width_of(d),) if call.general else blocks_of(q, k)
     return Schedule(
         visits, tile.wgs, tile.step, tile.stages, block, lead, items, grid, where, q.dtype, columns,
         group, k_first, v_first, call.scale, call.softcap, call.segmented,

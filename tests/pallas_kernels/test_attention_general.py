@@ -138,7 +138,7 @@ def test_another_name_of_a_form_is_an_error(monkeypatch):
 def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width, monkeypatch):
     monkeypatch.setattr(mosaic, "is_tight", lambda: tight)
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
-    call = Call((512, 512), width, True, 1.0, None, None, general=True)
+    call = Call(True, 1.0, None, None, general=True)
     s = schedule_of(q, q, general.tiles(kernel, width, call), call, kernel == "backward_dkv")
     assert s.width == width
     buffers = general.scratch(kernel, s).values()

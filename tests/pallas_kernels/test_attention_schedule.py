@@ -109,7 +109,7 @@ def test_rows_that_see_nothing_make_a_block_no_longer(nowhere):
 @pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
 def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
     q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
-    call = schedule.Call((2048, 2048), 96, True, 1.0, None, None)
+    call = schedule.Call(True, 1.0, None, None)
     tiles = schedule.Tiles(2, 128, 3, False, 16)
     s = schedule.schedule_of(q, q, tiles, call)
     row, (_, head) = jax.vmap(s.where)(jnp.arange(s.items))
@@ -148,8 +148,8 @@ def test_every_head_dimension_fits_into_shared_memory(monkeypatch, d, t, segment
     rows = functools.partial(backward_dq.scratch, has_dlse=True)
     for kv_heads, softcap in ((8, None), (8, 30.0), (32, None)):
         q, k = (jax.ShapeDtypeStruct((4, t, heads, d), BF16) for heads in (32, kv_heads))
-        call = schedule.Call((t, t), d, True, 1.0, None, softcap, segmented)
-        width = sum(schedule.blocks_of(call))
+        call = schedule.Call(True, 1.0, None, softcap, segmented)
+        width = sum(schedule.blocks_of(q, k))
         of_keys = backward_dkv.tiles(width, 32 // kv_heads, softcap)
         for tiles, scratch, by_keys in (
             (forward.tiles(width, segmented), forward.scratch, False),
