@@ -48,7 +48,7 @@ class Stream(NamedTuple):
     def normed(self, norm: Any) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """(norm(s), s) for the sum s, in one pass unless the branch is wider than the residual."""
         s, own = self.residual, not plain(norm, Norm)
-        if self.branch is None or jnp.result_type(self.branch, s) != s.dtype or own:
+        if self.branch is None or not jnp.can_cast(self.branch.dtype, s.dtype) or own:
             return norm(s := self.sum()), s
         return norm.add(self.branch, s, self.bias)
 
