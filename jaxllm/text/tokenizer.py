@@ -157,10 +157,8 @@ class Tokenizer:
         """A line about all settings of sampling that the folder names; empty if it names none."""
         page, off = self._pages.sampling, (None, 0, [], {})
         rest = {k: page[k] for k, x in files.OTHERS.items() if page.get(k) not in (x, *off)}
-        parts = {
-            "applied by default": self.sampling,
-            "not applied, remove them to silence this": rest,
-        }
+        unused = "not applied, remove them to silence this"
+        parts = {"applied by default": self.sampling, unused: rest}
         named = lambda part: ", ".join(f"{key}={value!r:.50}" for key, value in part.items())
         said = [f"{how}: {named(part)}" for how, part in parts.items() if part]
         return f"settings of {self.folder}, {'; '.join(said)}" if said else ""
@@ -168,10 +166,8 @@ class Tokenizer:
     def documents(self) -> str:
         """What stands around a document in training, in a line."""
         if not self.begin:
-            return (
-                f"documents follow each other without a token between them: no file beside"
-                f" {self.path} names one; set data.end_token"
-            )
+            why = f"no file beside {self.path} names one; set data.end_token"
+            return f"documents follow each other without a token between them: {why}"
         begin, finish = (" ".join(map(self._name, x)) for x in (self.begin, self.finish))
         return f"each document begins with {begin}" + f" and ends with {finish}" * bool(finish)
 

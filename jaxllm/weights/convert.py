@@ -19,7 +19,7 @@ from jaxllm.errors import InputError, RunError
 from jaxllm.files import new_folder, write_json
 from jaxllm.terminal import counted
 from jaxllm.text import Tokenizer, present
-from jaxllm.text.files import Pages, companions, take_ids, write_text
+from jaxllm.text.files import ALWAYS, Pages, class_of, companions, take_ids, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,12 +145,10 @@ def _to_ours(weights, folder: Path, out: Path, packing, merge: bool) -> str:
         said = f"the adapters of step {weights.step} as a folder of peft"
         if weights.packing:  # without this packing the losses differ: with few bits, a lot
             said += f", which cannot say that their base was {weights.packing}; --merge keeps that"
-        if isinstance(weights.base, huggingface.HuggingFaceWeights):
-            return said
-        return (
-            f"{said}; peft itself cannot read their base {weights.base.folder}: name a Hugging Face"
-            f" folder of it as base_model_name_or_path in {adapters.PAGE}"
-        )
+        if not isinstance(weights.base, huggingface.HuggingFaceWeights):
+            said += f"; peft itself cannot read their base {weights.base.folder}: name a Hugging"
+            said += f" Face folder of it as base_model_name_or_path in {adapters.PAGE}"
+        return said
     check_writable(out, checkpoints=True)
     about |= dict(data_fingerprint=None, samples=0, converted_from=str(weights.folder))
     write_checkpoint(folder / "checkpoints", weights, about)
@@ -162,7 +160,8 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
     from jaxllm.weights import huggingface, huggingface_config, places
 
     config, tokenizer = weights.config, _copy_text(weights, folder)
-    page = huggingface_config.config_json(config, dtype, Pages(folder).model)
+    pages = Pages(folder)
+    page = huggingface_config.config_json(config, dtype, pages.model)
     page |= tokenizer.export_to(folder, page["model_type"]) if tokenizer else take_ids(folder)
     write_json(folder / "config.json", page, indent=2)
     tensors = (
@@ -170,7 +169,12 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> str:
         for place in places.places(config)
     )
     huggingface.write_tensors(folder, config, dtype, tensors)
-    return f"the checkpoint of step {weights.step} as a Hugging Face folder"
+    said = f"the checkpoint of step {weights.step} as a Hugging Face folder"
+    always = ALWAYS["qwen2"]
+    if tokenizer and page["model_type"] == "qwen2" and class_of(pages) != always:
+        said += f"; transformers' AutoTokenizer makes a {always} of its tokenizer, which splits"
+        said += " text in another way: load it with PreTrainedTokenizerFast"
+    return said
 
 
 def _copy_text(weights, target: Path) -> Tokenizer | None:

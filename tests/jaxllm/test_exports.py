@@ -23,7 +23,7 @@ import train
 from jaxllm.data import command as data
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
-from jaxllm.text import Tokenizer
+from jaxllm.text import Tokenizer, files
 from jaxllm.weights import convert
 from jaxllm.weights.pretrained import open_weights
 
@@ -224,6 +224,24 @@ def test_a_tokenizer_from_another_model_keeps_its_class(kind, made, tmp_path, mo
     assert page == (names if kind == "gpt2" else {})
     before, after = Tokenizer(run), Tokenizer(back)
     assert (before.bos, before.eos, before.special) == (after.bos, after.eos, after.special)
+
+
+def test_a_qwen2_with_another_tokenizer_says_how_to_load_it(tmp_path, monkeypatch, capsys):
+    """transformers' AutoTokenizer makes a Qwen2Tokenizer for every qwen2, whatever is named.
+
+    From a BPE that we trained it got 19 ids for "def f(x):\\n    return 12345 + x's", instead of
+    the 12 that PreTrainedTokenizerFast gets and that the model was trained on.
+    """
+    monkeypatch.setattr("jaxllm.weights.checksums.check_folder", lambda *_: None)
+    run = converted(family_folder(tmp_path / "source", "qwen2"), tmp_path / "run")
+    converted(run, tmp_path / "same")
+    assert "AutoTokenizer" not in capsys.readouterr().out
+    for name in files.beside(run):
+        (run / name).unlink()
+    shutil.copy(TOKENIZER, run)
+    converted(run, tmp_path / "other")
+    said = "AutoTokenizer makes a Qwen2Tokenizer of its tokenizer, which splits text in another way"
+    assert f"{said}: load it with PreTrainedTokenizerFast" in capsys.readouterr().out
 
 
 def test_a_mistrals_tokenizer_beside_a_gpt2_is_read_as_it_is(tmp_path):
