@@ -369,15 +369,15 @@ class Tokenizer:
                 found["eos_token_id"] = value
         found.setdefault("bos_token_id", self.bos)
         path, pages = folder / "tokenizer_config.json", self._pages
-        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}  # reads tokenizer.json as it is
+        # PreTrainedTokenizerFast reads tokenizer.json as it is.
+        named = {"tokenizer_class": files.class_of(pages) or "PreTrainedTokenizerFast"}
         if not path.exists():
-            page = self._bos_and_eos(next(iter(ends), None)) | plain
+            page = self._bos_and_eos(next(iter(ends), None)) | named
             write_json(path, page | {"clean_up_tokenization_spaces": False})  # keeps spaces
-        elif (kind := files.ALWAYS.get(pages.model)) and pages.model != model:
-            write_json(path, pages.tokenizer | {"tokenizer_class": kind})
+        elif pages.model in files.ALWAYS and pages.model != model:
+            write_json(path, pages.tokenizer | named)
         elif pages.model != model and "tokenizer_class" not in {*pages.config, *pages.tokenizer}:
-            kind = files.class_of(pages)
-            write_json(path, ({"tokenizer_class": kind} if kind else plain) | pages.tokenizer)
+            write_json(path, named | pages.tokenizer)
         return found
 
 

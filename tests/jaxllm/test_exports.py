@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 from cases import slow
 from huggingface_folders import (
     FIXTURES,
@@ -242,6 +243,19 @@ def test_a_qwen2_with_another_tokenizer_says_how_to_load_it(tmp_path, monkeypatc
     converted(run, tmp_path / "other")
     said = "AutoTokenizer makes a Qwen2Tokenizer of its tokenizer, which splits text in another way"
     assert f"{said}: load it with PreTrainedTokenizerFast" in capsys.readouterr().out
+
+
+def test_a_gpt2s_tokenizer_without_a_class_stays_a_gpt2s(tmp_path):
+    """transformers takes GPT2Tokenizer, which puts no space first, whatever tokenizer.json says."""
+    page = json.loads(TOKENIZER.read_text())
+    page["pre_tokenizer"]["add_prefix_space"] = True
+    source = {"tokenizer.json": page, "config.json": dict(model_type="gpt2")}
+    write(tmp_path / "source", {name: json.dumps(x) for name, x in source.items()})
+    tokenizer, out = Tokenizer(tmp_path / "source"), tmp_path / "out"
+    tokenizer.copy_to(out)
+    tokenizer.export_to(out, "gpt2")
+    right = tokenizers.Tokenizer.from_file(str(TOKENIZER)).encode("return 1").ids
+    assert tokenizer.prompt("return 1") == Tokenizer(out).prompt("return 1") == right
 
 
 def test_a_mistrals_tokenizer_beside_a_gpt2_is_read_as_it_is(tmp_path):
