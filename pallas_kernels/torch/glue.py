@@ -57,16 +57,16 @@ template <int count> struct Arrays { void* at[count]; };
     for (Index i = Index(b) * 256 + threadIdx.x; i < count; i = count)
 """  # noqa: E501
 _FORMULAS = {
-    "neg": "-{0}", "max": "({0} > {1} || {0} != {0} ? {0} : {1})", "square": "{0} * {0}",
-    "min": "({0} < {1} || {0} != {0} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
-    "copy": "{0}", "select_n": "{0} ? {2} : {1}", "add": "{0} + {1}", "add_any": "{0} + {1}",
-    "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "eq": "{0} == {1}",
-    "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
-    "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "({type})({0} ^ ({type})-1)",
+    "neg": "-{0}", "square": "{0} * {0}", "copy": "{0}", "select_n": "{0} ? {2} : {1}",
+    "max": "({0} > {1} || {0} != {0} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
+    "min": "({0} < {1} || {0} != {0} ? {0} : {1})", "not": "({type})({0} ^ ({type})-1)",
     "convert_element_type": "({type})({0})", "bitcast_convert_type": "as<{memory}>(({bits})({0}))",
     "shift_right_logical": "(unsigned {plain})({0}) >> {1}", "logistic": "1 / (1 + exp(-{0}))",
-    "reduce_precision": "float({rounded}({0}))",
+    "reduce_precision": "float({rounded}({0}))", "sign": "{0} != {0} ? {0} : ({0} > 0) - ({0} < 0)",
 }  # fmt: skip
+_INFIX = dict(add="+", add_any="+", sub="-", mul="*", div="/", rem="%", eq="==", ne="!=", lt="<")
+_INFIX |= {"le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|"}
+_FORMULAS |= {name: f"{{0}} {operator} {{1}}" for name, operator in _INFIX.items()}
 _ROUNDED = {(8, 7): "bf16", (5, 10): "f16", (8, 23): "float"}
 _FORMULAS |= {name: name + "({0})" for name in "exp exp2 log log1p log2 tanh sqrt".split()}
 _MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unstack iota".split())
