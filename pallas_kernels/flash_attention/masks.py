@@ -112,12 +112,12 @@ def some_rows_see_nothing(window: int | None, segmented: bool, rows: int = ROWS)
 
 
 def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: int = 0):
-    """For each part of a block's rows (first, end, whole_first, whole_end, block's first, its end).
+    """For each part of a block's rows (first, end, whole_first, whole_end): (B, parts, 4) int32.
 
-    (B, parts, 6) int32.  Tiles first ... end - 1 may hold columns that the part's rows see, judged
-    by the ranges of their ids: exact where documents are packed one after the other, never too
-    narrow, and at least one tile.  Tiles whole_first ... whole_end - 1 hold only one segment, to
-    which all of the rows belong, and need no mask.  A block visits every tile that a part sees.
+    Tiles first ... end - 1 may hold columns that the part's rows see, judged by the ranges of their
+    ids: exact where documents are packed one after the other, never too narrow, and at least one
+    tile.  Tiles whole_first ... whole_end - 1 hold only one segment, to which all of the rows
+    belong, and need no mask.
     rows, columns: ids, (B, n) int32.  lead: rows of the first block that do not exist.
     """
 
@@ -134,19 +134,14 @@ def segment_spans(rows, columns, visits: Visits, block: int, part: int, lead: in
     first_of = lambda x: jnp.min(jnp.where(x, places - 1, visits.tiles), axis=2)
     end_of = lambda x: jnp.max(jnp.where(x, places, 0), axis=2)
     (start, stop), (first, end) = ((first_of(x), end_of(x)) for x in (meet, same))
-
-    def of_block(choose, x):
-        groups = x.reshape(len(x), -1, block // part)
-        return jnp.repeat(choose(groups, axis=2), block // part, axis=1)
-
-    # A part that meets no tile takes one that another part sees.
-    start = jnp.minimum(start, jnp.maximum(of_block(jnp.max, stop) - 1, 0))
+    # A part that meets no tile takes one that another part of its block sees.
+    last = jnp.max(stop.reshape(len(stop), -1, block // part), axis=2) - 1
+    start = jnp.minimum(start, jnp.repeat(jnp.maximum(last, 0), block // part, axis=1))
     row = jnp.arange(low.shape[1]) * part - lead
     own = visits.seen(row, row + part, start, jnp.maximum(stop, start + 1))
     # If tiles of other segments lie between them (ids are not sorted), no tile counts as whole.
     whole = visits.whole(row, row + part, first, jnp.where(same.sum(2) == end - first, end, 0))
-    both = of_block(jnp.min, own[0]), of_block(jnp.max, own[1])
-    return jnp.stack([*own, *whole, *both], axis=2).astype(jnp.int32)
+    return jnp.stack([*own, *whole], axis=2).astype(jnp.int32)
 
 
 def logits(s, scale, softcap):

@@ -127,18 +127,25 @@ class Schedule(NamedTuple):
         """Whether dK/dV's scores begin with -lse, so that P need not wait: slower at D = 64."""
         return self.softcap is None and self.width > 64
 
-    def ranges(self, row, batch, spans, of_block: bool = False):
+    def ranges(self, row, batch, spans):
         """(tiles that a warpgroup's rows see, tiles fully visible to all rows), each (first, end).
 
-        row: the first row.  spans: a reference to `segment_spans`, or None.  of_block: row is the
-        block's first row, and the first range holds every tile that one of the block's rows sees.
+        row: the first row.  spans: a reference to `segment_spans`, or None.
         """
         if spans is not None:
-            mine = lax.div(row + self.lead, jnp.int32(self.part))
-            first, end, *whole = (spans[batch, mine, n] for n in ((4, 5) if of_block else range(4)))
+            part = lax.div(row + self.lead, jnp.int32(self.part))
+            first, end, *whole = (spans[batch, part, n] for n in range(4))
             return (first, end), tuple(whole)
-        all_tiles = row, row + (self.block if of_block else self.part), 0, self.visits.tiles
+        all_tiles = row, row + self.part, 0, self.visits.tiles
         return self.visits.seen(*all_tiles), self.visits.whole(*all_tiles)
+
+    def range_of_block(self, row, batch, spans):
+        """(first, end) of the tiles that a block visits: one of its rows, from `row` on, sees."""
+        if spans is None:
+            return self.visits.seen(row, row + self.block, 0, self.visits.tiles)
+        part = lax.div(row + self.lead, jnp.int32(self.part))
+        at = lambda n: [spans[batch, part + i, n] for i in range(self.block // self.part)]
+        return mosaic.folded(jnp.minimum, at(0)), mosaic.folded(jnp.maximum, at(1))
 
     def numbers(self) -> dict:
         """Shared memory for the numbers of a block's items (`steps.finish`)."""

@@ -73,7 +73,7 @@ def stream_of(w: Worker, item, n0=0, following=None) -> Stream:
     """The Stream of an item; n0: the first step of a block of queries."""
     s = w.schedule
     row, (batch, head) = s.where(item)
-    (low, high), _ = s.ranges(row, batch, w.inputs.spans, of_block=True)
+    low, high = s.range_of_block(row, batch, w.inputs.spans)
     if not s.visits.by_keys:
         return Stream(batch, head // s.group, n0 + high, n0 + high - low, following)
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
