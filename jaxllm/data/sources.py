@@ -245,9 +245,9 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
                 yield Record(f"{name}:{number}", f"{path}: row {number}", values, done)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a row after {number} is not UTF-8 text: {error}") from error
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except Exception as error:  # for a damaged file or an odd value Arrow may raise any
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{path} is not a readable file of parquet or Arrow: {reason}") from error
 

@@ -125,6 +125,25 @@ def test_json_of_arrow_is_what_it_says(tmp_path, write):
             read("parquet", tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pyarrow.array([2**62], pyarrow.timestamp("us")), "date value out of range"),
+        (
+            pyarrow.array([[("a", 1), ("a", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+            r".* duplicate keys .* 'a'",
+        ),
+        (pyarrow.array(["[" * 10**5], pyarrow.json_()), ".*recursion"),
+    ],
+    ids=["year", "keys", "deep"],
+)
+def test_values_that_python_cannot_hold_give_one_line(tmp_path, values, reason):
+    """They ended in tracebacks: of OverflowError, KeyError, RecursionError."""
+    path = parquet(tmp_path / "a.parquet", text=values)
+    with pytest.raises(InputError, match=rf"a\.parquet is not a readable file of .*: {reason}"):
+        read("parquet", path)
+
+
 def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
     parquet(tmp_path / "a.parquet", body=["x"], n=[1])
     with pytest.raises(InputError, match=r"no column 'text', only body, n; name the column"):
