@@ -97,8 +97,8 @@ def _message(key: str, message: Any) -> dict[str, Any]:
         message = message | {"tool_calls": (calls and _list("tool_calls", calls)) or None}
     if message.get("content") is None and not message.get("tool_calls"):
         raise Refused("a message with neither content nor tool_calls")
-    if (said := message.get("content")) != said:
-        raise InputError(f"{key}: content={said} must be text")
+    if isinstance(said := message.get("content"), bytes) or said != said:
+        raise InputError(f"{key}: content={said!r:.50} must be text")
     return message
 
 

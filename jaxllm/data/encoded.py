@@ -28,7 +28,7 @@ from jaxllm.files import own, read_json, write_json
 from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
 
-VERSION = 11  # increment it when the same conversations and tokenizer would give other tokens
+VERSION = 12  # increment it when the same conversations and tokenizer would give other tokens
 _NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
 
 

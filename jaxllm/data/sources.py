@@ -159,11 +159,8 @@ class Source:
     def _column(self, name: str, path: Path) -> Iterator[Piece]:
         column = self.text_column
         for document, where, values, done in self._records([column], name, path):
-            if isinstance(text := values.get(column, 0), bytes):  # from parquet
-                try:
-                    text = text.decode()
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{where} is not UTF-8 text: {error}") from error
+            if isinstance(text := values.get(column, 0), bytes):
+                raise InputError(f"{where} is not UTF-8 text")
             if text is not None and not isinstance(text, str):
                 has = f"it has a value of type {type(text).__name__}"
                 if column not in values:
@@ -256,6 +253,9 @@ def _plain(value: Any, kind: Any) -> Any:
     """A value of an Arrow type, without the nulls that structs have for keys that a row lacks."""
     if value is not None and getattr(kind, "extension_name", None) == "arrow.json":  # datasets'
         return json.loads(value)
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):  # it may be an image
+            return value.decode()
     if isinstance(value, dict):
         of = lambda key: getattr(kind, "item_type", None) or kind.field(key).type  # of a map
         return {key: _plain(x, of(key)) for key, x in value.items() if x is not None}

@@ -82,6 +82,24 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
             opened(config, path=str(folder))
 
 
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary()], ids=str)
+def test_conversations_of_binary_columns_are_text(config, tmp_path, kind):
+    """Python's form of the bytes, b'cat', was trained on."""
+    fields = lambda of: pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", of)]))
+    schema = pyarrow.schema([("messages", fields(pyarrow.string()))])
+    table = pyarrow.Table.from_pylist(lines := talks(9), schema)
+    binary = table.cast(pyarrow.schema([("messages", fields(kind))]))
+    pyarrow.parquet.write_table(binary, tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", lines)
+    both = [opened(config, path=str(tmp_path / name)) for name in ("a.parquet", "a.jsonl")]
+    assert sorted(conversations_in(rows_of(both[0]))) == sorted(conversations_in(rows_of(both[1])))
+    latin = [{"messages": [{"role": "assistant", "content": b"\xe9"}]}]
+    schema = pyarrow.schema([("messages", fields(pyarrow.binary()))])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(latin, schema), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"row 1: messages: content=b'\\xe9' must be text"):
+        opened(config, path=str(tmp_path / "b.parquet"))
+
+
 def test_best_fit_wastes_little_and_is_deterministic():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 61, 2000).tolist()
