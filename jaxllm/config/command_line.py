@@ -181,6 +181,9 @@ def exit_status(
             print(interrupted, file=sys.stderr)
         return 130
     except OSError as error:
+        if error.errno == errno.ENOENT and not error.filename:  # of os.getcwd
+            error_line("the current folder was deleted: cd to one that exists")
+            return 2
         if not (error.filename or error.errno in _OF_OUTPUT):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
@@ -193,10 +196,9 @@ def exit_status(
 
 def _no_device() -> str | None:
     """Why JAX has no device, or None if it has one."""
-    if not (platforms := os.environ.get("JAX_PLATFORMS")) or "jax" not in sys.modules:
+    platforms, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+    if not (platforms and jax):
         return None
-    import jax
-
     try:
         jax.devices()
     except (AssertionError, RuntimeError):

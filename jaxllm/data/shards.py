@@ -60,9 +60,7 @@ def open_shard(path: Path) -> np.ndarray:
     except OSError as error:
         raise InputError(f"cannot read token shard {path}: {error.strerror}") from error
     if len(header) < 256:
-        raise InputError(
-            f"{path} is not a token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
-        )
+        raise InputError(f"{path} is not a token shard: {size} bytes; a header has {HEADER_BYTES}")
     magic, version, count = (int(x) for x in header[:3])
     expected, dtype = FORMATS.get(magic, (None, np.dtype("V1")))
     if version != expected:

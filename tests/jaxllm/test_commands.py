@@ -89,6 +89,15 @@ def test_what_the_system_refuses_is_one_line(error, line, capfd):
     assert capfd.readouterr().err == f"error: {line}: {error.strerror}\n"
 
 
+def test_a_deleted_current_folder_is_one_line(tmp_path, monkeypatch, capfd):
+    """Relative paths ended in a traceback of os.getcwd."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    for words in (["evaluate", "--checkpoint", "a"], ["train", "--config", "gpt2_small"]):
+        assert main(words) == 2
+        assert capfd.readouterr().err.startswith("error: the current folder was deleted: cd to")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -46,8 +46,8 @@ def test_a_shard_is_valid_only_after_close(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "0 bytes, fewer than the 1024"),
-        (b"x" * 1023, "1023 bytes, fewer than the 1024"),
+        (b"", "0 bytes; a header has 1024"),
+        (b"x" * 1023, "1023 bytes; a header has 1024"),
         (
             shard_bytes(12345, 1, [1], "<u2"),
             "starts with 12345, 1, expected 20240520, 1 or 20240801, 7; ids without",
