@@ -55,9 +55,8 @@ def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: s
         raise InputError(f"no conversation of {at} can be used: {why}")
     np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
     page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
-    page |= dict(refused=refused, largest=largest, sha256=sha.hexdigest())
-    page |= dict(marks=has_marks(tokenizer), text=text_key(tokenizer), key=key)
-    page["written"] = writer.sha256.hexdigest()
+    page |= dict(refused=refused, sha256=sha.hexdigest(), text=text_key(tokenizer), key=key)
+    page |= dict(marks=has_marks(tokenizer), largest=largest, written=writer.sha256.hexdigest())
     write_json(folder / PREPARED[0], page)
 
 

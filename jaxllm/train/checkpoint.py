@@ -132,9 +132,8 @@ class Checkpoints:
         arrays = {"arrays": _shapes(flat), "checksums": checksums.array_checksums(flat)}
         about = checksums.with_digest(about | arrays)
         args = ocp.args.Composite(state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about))
-        metrics = None
-        if val_loss is not None and not isnan(val_loss):
-            metrics = checksums.with_digest({"val_loss": val_loss, "step": step})
+        known = val_loss is not None and not isnan(val_loss)
+        metrics = checksums.with_digest({"val_loss": val_loss, "step": step}) if known else None
         problem = self._finish()
         self._saving = step
         try:

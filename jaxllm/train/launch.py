@@ -250,9 +250,11 @@ def open_log(
     (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = dict(model=trainer.describe(), tokens_per_step=tokens)
     about["device"] = estimate.device_name(trainer.mesh)
-    if tokenizer is not None and isinstance(dataset.val, Tokens):
-        count = min(len(dataset.val) - 1, 1 << 16)
-        each = text_bytes(tokenizer, dataset.val, count) / count
+    if tokenizer is not None and isinstance(val := dataset.val, Tokens):
+        # From all parts of the data, 2^16 tokens in stretches of 2^8.
+        starts = range(0, len(val), max(256, len(val) // 256))
+        val = Tokens([part for at in starts for part in val.slice(at, at + 256).parts])
+        each = text_bytes(tokenizer, val, len(val) - 1) / (len(val) - 1)
         about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
     report.describe(out_dir, about, dispatch.decisions())
     tracker, peak = None, peak_flops(trainer.mesh.devices.flat[0].device_kind)

@@ -91,6 +91,18 @@ def test_a_fresh_run_deletes_only_its_own_times(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "compiled").iterdir()] == ["mine.o"]
 
 
+def test_the_bytes_of_a_token_are_those_of_all_validation_data(tiny, tmp_path):
+    """Of data that ends in another language, only the start was counted: 4.07 bits, not 6.36."""
+    text = "the cat sat on a mat " * 20_000 + "".join(chr(0x4E00 + i % 9999) for i in range(40_000))
+    (tmp_path / "val.txt").write_text(text)
+    config = configs.load(str(tiny), {"data.val_path": str(tmp_path / "val.txt")})
+    data = open_dataset(config)
+    trainer = Trainer(config, make_mesh(config.mesh))
+    launch.open_log(trainer, data, tmp_path / "run", 0, {}).close()
+    each = json.loads((tmp_path / "run" / "run.json").read_text())["bytes_per_token"]
+    assert each == pytest.approx(len(text.encode()) / (len(data.val) - 1), rel=0.01)
+
+
 @pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
 def test_odd_sizes_are_mentioned(tiny, vocab_size, noted, capsys):
     """A vocabulary far larger than the data's, a warm-up without an end."""
