@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.data.cache import digest
+from jaxllm.data.sources import unique
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
@@ -71,7 +72,7 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
     """A list, or one in JSON, as parquet often has it; more: what else the key takes."""
     if isinstance(value, str):
         try:
-            value = [] if value.strip() == "null" else json.loads(value)
+            value = [] if value.strip() == "null" else json.loads(value, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{key} are not JSON: {error}") from error
     if not isinstance(value, list):

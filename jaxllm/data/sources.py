@@ -188,7 +188,7 @@ def _lines(name: str, path: Path) -> Iterator[Record]:
 def _object(line: bytes, where: str) -> dict:
     try:
         # By default the parser silently keeps the last of two values under one name.
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:  # its message would count lines from here
         raise InputError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
@@ -201,10 +201,10 @@ def _object(line: bytes, where: str) -> dict:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict:
+def unique(pairs: list[tuple[str, Any]]) -> dict:
+    """An object of JSON for `object_pairs_hook`; raises ValueError if it has a name twice."""
     if len(found := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
         raise ValueError(f"an object has {twice!r} twice")
     return found
 
@@ -252,7 +252,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 def _plain(value: Any, kind: Any) -> Any:
     """A value of an Arrow type, without the nulls that structs have for keys that a row lacks."""
     if value is not None and getattr(kind, "extension_name", None) == "arrow.json":  # datasets'
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=unique)
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):  # it may be an image
             return value.decode()

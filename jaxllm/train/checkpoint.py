@@ -161,10 +161,9 @@ class Checkpoints:
 
     def _finish(self) -> str | None:
         """Waits for the save in progress; returns one line if it failed."""
-        if self._manager is None:
-            return None
         try:
-            self._manager.wait_until_finished()
+            if self._manager is not None:
+                self._manager.wait_until_finished()
         except Exception as e:
             return self._failed(e)
         return None

@@ -371,6 +371,11 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
             {},
             r"a\.jsonl:1 is not JSON: an object has 'role' twice$",
         ),
+        (
+            [{"messages": '[{"role": "user", "content": "a", "content": "b"}]'}],
+            {},
+            r"a\.jsonl:1: messages are not JSON: an object has 'content' twice$",
+        ),
         (['{"messages": [{"role": "user", "content": NaN}]}'], {}, "content=nan must be text$"),
         ([], {}, "can be used: it is empty"),
     ],

@@ -134,11 +134,12 @@ def test_json_of_arrow_is_what_it_says(tmp_path, write):
             r".* duplicate keys .* 'a'",
         ),
         (pyarrow.array(["[" * 10**5], pyarrow.json_()), ".*recursion"),
+        (pyarrow.array(['{"a": 1, "a": 2}'], pyarrow.json_()), "an object has 'a' twice"),
     ],
-    ids=["year", "keys", "deep"],
+    ids=["year", "keys", "deep", "names"],
 )
 def test_values_that_python_cannot_hold_give_one_line(tmp_path, values, reason):
-    """They ended in tracebacks: of OverflowError, KeyError, RecursionError."""
+    """Tracebacks of OverflowError, KeyError, RecursionError; of two values the last was taken."""
     path = parquet(tmp_path / "a.parquet", text=values)
     with pytest.raises(InputError, match=rf"a\.parquet is not a readable file of .*: {reason}"):
         read("parquet", path)
