@@ -124,6 +124,18 @@ def read_lines(path: Path, what: str) -> list[tuple[int, str]]:
     return found
 
 
+def parse_json(text: str) -> Any:
+    """Parses JSON; raises ValueError, also if an object has a name twice: json keeps the last."""
+
+    def unique(pairs):
+        if len(found := dict(pairs)) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"an object has {twice!r} twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """Reads a JSON object, {} for a missing file that is optional; raises InputError."""
     try:

@@ -1,14 +1,13 @@
 """A record in one of four forms -> its messages -> text by the chat template, and what has loss."""
 
 import datetime
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxllm.data.cache import digest
-from jaxllm.data.sources import unique
 from jaxllm.errors import InputError
+from jaxllm.files import parse_json
 from jaxllm.text import Tokenizer
 
 COLUMNS = frozenset(
@@ -72,7 +71,7 @@ def _list(key: str, value: Any, more: str = "") -> list[Any]:
     """A list, or one in JSON, as parquet often has it; more: what else the key takes."""
     if isinstance(value, str):
         try:
-            value = [] if value.strip() == "null" else json.loads(value, object_pairs_hook=unique)
+            value = [] if value.strip() == "null" else parse_json(value)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{key} are not JSON: {error}") from error
     if not isinstance(value, list):

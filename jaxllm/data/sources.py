@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.data.cache import digest, file_digest
 from jaxllm.data.paths import open_bytes
 from jaxllm.errors import InputError
+from jaxllm.files import parse_json
 
 _MARK = "\ufeff"  # a byte order mark
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
@@ -187,26 +188,15 @@ def _lines(name: str, path: Path) -> Iterator[Record]:
 
 def _object(line: bytes, where: str) -> dict:
     try:
-        # By default the parser silently keeps the last of two values under one name.
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+        value = parse_json(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:  # its message would count lines from here
-        raise InputError(
-            f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
-            " object (jq -c . writes them)"
-        ) from error
+        why = f"{error.msg} at character {error.pos + 1}; every line must be one object"
+        raise InputError(f"{where} is not JSON: {why} (jq -c . writes them)") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{where} is a {type(value).__name__}; every line must be an object")
     return value
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict:
-    """An object of JSON for `object_pairs_hook`; raises ValueError if it has a name twice."""
-    if len(found := dict(pairs)) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"an object has {twice!r} twice")
-    return found
 
 
 def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
@@ -252,7 +242,7 @@ def _rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Record]:
 def _plain(value: Any, kind: Any) -> Any:
     """A value of an Arrow type, without the nulls that structs have for keys that a row lacks."""
     if value is not None and getattr(kind, "extension_name", None) == "arrow.json":  # datasets'
-        return json.loads(value, object_pairs_hook=unique)
+        return parse_json(value)
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):  # it may be an image
             return value.decode()

@@ -6,7 +6,6 @@ the results of lm-evaluation-harness.
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -20,7 +19,7 @@ from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.data.opening import check_paths, open_dataset
 from jaxllm.data.shards import Tokens
 from jaxllm.errors import InputError, RunError, in_short
-from jaxllm.files import read_lines
+from jaxllm.files import parse_json, read_lines
 from jaxllm.infer.generate import add_checkpoint
 from jaxllm.terminal import counted, progress_bar
 from jaxllm.text import Tokenizer
@@ -211,7 +210,7 @@ def hellaswag(args: argparse.Namespace) -> str:
 def _question(line: str, where: str) -> tuple[str, list[str], int]:
     """(context, endings, index of the right one); raises InputError with `where`, the line."""
     try:
-        page = json.loads(line)
+        page = parse_json(line)
         split = "ctx_a" in page
         context = f"{page['ctx_a']} {page['ctx_b'].capitalize()}" if split else page["ctx"]
         if "activity_label" in page:

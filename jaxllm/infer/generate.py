@@ -5,7 +5,6 @@ token if it is a single one; what ends it and the speed go to stderr.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from jaxllm.config import SampleConfig, sampling
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError
-from jaxllm.files import read_lines
+from jaxllm.files import parse_json, read_lines
 
 SETTINGS = ("temperature", "top_k", "top_p", "seed")  # as in the section `sample`
 
@@ -144,7 +143,7 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
     if args.prompts is None:
         return {"messages": [{"role": "user", "content": text}]}
     try:
-        page = json.loads(text)
+        page = parse_json(text)
     except (ValueError, RecursionError) as e:
         raise InputError(f"--prompts {args.prompts}, conversation {number}: not JSON: {e}") from e
     page = {"messages": page} if isinstance(page, list) else page

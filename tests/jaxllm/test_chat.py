@@ -149,6 +149,7 @@ def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp
     ("line", "named"),
     [
         ("{", "conversation 2: not JSON"),
+        ('[{"role": "user", "role": "system"}]', "2: not JSON: an object has 'role' twice"),
         ("[]", "conversation 2 is neither a list of messages"),
         ('{"messages": "x"}', "conversation 2 is neither a list of messages"),
         ("[3]", "conversation 2 is neither a list of messages"),

@@ -157,6 +157,12 @@ def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
             read(path)
 
 
+def test_a_question_with_two_labels_is_refused():
+    line = '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0, "label": 1}'
+    with pytest.raises(InputError, match="an object has 'label' twice"):
+        evaluate._question(line, "line 1")
+
+
 @pytest.mark.parametrize("name", [slow(n) if n == "xlstm" else n for n in EXPECTED])
 def test_hellaswag_equals_the_harness_on_hugging_face(runs, name, tmp_path, capsys):
     lines = (TEXTS / "hellaswag.jsonl").read_text("utf-8").splitlines()
