@@ -127,14 +127,17 @@ class Schedule(NamedTuple):
         """Whether dK/dV's scores begin with -lse, so that P need not wait: slower at D = 64."""
         return self.softcap is None and self.width > 64
 
+    def part_from(self, row):
+        """The number of the part of the rows, in `segment_spans`, that begins with `row`."""
+        return lax.div(row + self.lead, jnp.int32(self.part))
+
     def ranges(self, row, batch, spans):
         """(tiles that a warpgroup's rows see, tiles fully visible to all rows), each (first, end).
 
         row: the first row.  spans: a reference to `segment_spans`, or None.
         """
         if spans is not None:
-            part = lax.div(row + self.lead, jnp.int32(self.part))
-            first, end, *whole = (spans[batch, part, n] for n in range(4))
+            first, end, *whole = (spans[batch, self.part_from(row), n] for n in range(4))
             return (first, end), tuple(whole)
         all_tiles = row, row + self.part, 0, self.visits.tiles
         return self.visits.seen(*all_tiles), self.visits.whole(*all_tiles)
@@ -143,8 +146,8 @@ class Schedule(NamedTuple):
         """(first, end) of the tiles that a block visits: one of its rows, from `row` on, sees."""
         if spans is None:
             return self.visits.seen(row, row + self.block, 0, self.visits.tiles)
-        part = lax.div(row + self.lead, jnp.int32(self.part))
-        at = lambda n: [spans[batch, part + i, n] for i in range(self.block // self.part)]
+        parts = [self.part_from(row) + i for i in range(self.block // self.part)]
+        at = lambda n: [spans[batch, i, n] for i in parts]
         return mosaic.folded(jnp.minimum, at(0)), mosaic.folded(jnp.maximum, at(1))
 
     def numbers(self) -> dict:
