@@ -181,7 +181,7 @@ def exit_status(
             print(interrupted, file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno == errno.ENOENT and not error.filename:  # of os.getcwd
+        if error.strerror == os.strerror(errno.ENOENT) and not error.filename:  # of os.getcwd
             error_line("the current folder was deleted: cd to one that exists")
             return 2
         if not (error.filename or error.errno in _OF_OUTPUT):

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from importlib import metadata
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 from cases import slow
@@ -96,6 +97,9 @@ def test_a_deleted_current_folder_is_one_line(tmp_path, monkeypatch, capfd):
     for words in (["evaluate", "--checkpoint", "a"], ["train", "--config", "gpt2_small"]):
         assert main(words) == 2
         assert capfd.readouterr().err.startswith("error: the current folder was deleted: cd to")
+    missing = FileNotFoundError(errno.ENOENT, "Failed to open local file 'a'")  # as Arrow says it
+    with pytest.raises(FileNotFoundError):
+        command_line.exit_status(mock.Mock(side_effect=missing))
 
 
 @pytest.mark.parametrize(
