@@ -106,7 +106,8 @@ def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
         if any(map(_is_array, others)) or any(get_origin(kind) in _SEQUENCES for kind in others):
             found[name] = _arrays(kinds)
         elif len(others) == 1 and (convert := _converter(others[0])):
-            found[name] = _optional(convert) if NoneType in kinds else convert
+            optional = lambda name, x, convert=convert: None if x is None else convert(name, x)
+            found[name] = optional if NoneType in kinds else convert
         elif name == "dtype":
             found[name] = _dtype
     return found
@@ -159,10 +160,6 @@ def _arrays(kinds) -> Callable[[str, Any], Any]:
         return x
 
     return check
-
-
-def _optional(convert):
-    return lambda name, x: None if x is None else convert(name, x)
 
 
 def _converter(kind) -> Callable[[str, Any], Any] | None:

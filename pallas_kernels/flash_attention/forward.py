@@ -42,26 +42,27 @@ from pallas_kernels.pipeline import Ring
 
 LEAP = 8.0  # how far logits in base 2 may exceed m, to which their row's weights refer
 LARGE = 2.0**24  # logits in base 2 that float32 rounds to whole numbers
+LONG = 2048  # tokens beyond which blocks of 192 queries are faster than of 128 at D = 128
 
 
-def tiles(head_dim: int, segmented: bool) -> Tiles:
+def tiles(head_dim: int, t: int, call: Call) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention-tiles.md has the others."""
     if head_dim <= 80:
         return Tiles(3, 128, 4 if head_dim <= 64 else 3, True, 16)
+    if head_dim <= 96 or (head_dim <= 128 and not (call.causal or call.segmented)):
+        return Tiles(2, 128, 3, True, 16)
     if head_dim <= 128:
-        # Three slots of K leave no room for the ids at D = 128.
-        return Tiles(2, 128, 2 if segmented and head_dim > 96 else 3, True, 16)
-    # The more columns O has, the fewer keys fit in registers and shared memory.
-    if head_dim <= 160:
-        return Tiles(2, 128, 2, False, 16)
-    # TMA copies the ids of a step to a multiple of 128 bytes: 32 columns.
-    columns = (96, 64, 64) if segmented else (112, 96, 80)
-    return Tiles(2, columns[(head_dim > 192) + (head_dim > 224)], 2, False, 16)
+        long = call.triangular and call.softcap is None and t > LONG
+        return Tiles(3, 96, 2, True, 16) if long else Tiles(2, 128, 2, True, 16)
+    # The more columns O has, the fewer keys fit.  TMA copies ids to multiples of 128 bytes.
+    keys = (128, 96, 64, 64) if call.segmented else (128, 112, 96, 80)
+    return Tiles(2, keys[(head_dim > 160) + (head_dim > 192) + (head_dim > 224)], 2, False, 16)
 
 
 def v_stages(s: Schedule) -> int:
-    """A step uses its values after its keys, so V's ring needs fewer buffers."""
-    return s.stages if s.width <= 64 else 2
+    """Three, where shared memory has room beside the ring of K: then V is loaded a step early."""
+    slots = 7 if s.width <= 96 else 5 if s.width <= 128 and not s.segmented else 4  # of both rings
+    return min(3, slots - s.stages)
 
 
 def scratch(s: Schedule) -> dict:
@@ -100,8 +101,7 @@ def keys_of(w: Worker) -> Operand:
 def values_of(w: Worker) -> Operand:
     s, smem = w.schedule, w.smem
     ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
-    # A second step ahead pays where the ring has room for it.
-    return Operand(ring, w.inputs.v, s.v_first, w.tma.v, 1, int(s.width <= 64))
+    return Operand(ring, w.inputs.v, s.v_first, w.tma.v, 1, v_stages(s) - 2)
 
 
 # Load: the rows of Q, and the tiles of K and V.
@@ -397,8 +397,8 @@ def forward(q, k, v, segments=None, *, call: Call):
 
     segments: ids of the queries and of the keys, padded by op.py, or None.
     """
-    tile, inputs = tiles(sum(schedule.blocks_of(q, k)), call.segmented), dict(q=q, k=k, v=v)
+    tile = tiles(sum(schedule.blocks_of(q, k)), q.shape[1], call)
     out_type = schedule.forward_results(q, call)
     return schedule.launch(
-        "attention_forward", body, tile, call, inputs, segments, out_type, scratch
+        "attention_forward", body, tile, call, dict(q=q, k=k, v=v), segments, out_type, scratch
     )

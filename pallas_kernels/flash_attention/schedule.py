@@ -32,6 +32,11 @@ class Call(NamedTuple):
     heads: tuple[int, int] | None = None
     general: bool = False  # the form for every GPU since Ampere, not Hopper's
 
+    @property
+    def triangular(self) -> bool:
+        """Whether every query sees all earlier keys."""
+        return self.causal and self.window is None and not self.segmented
+
 
 def blocks_of(q, k) -> tuple[int, ...]:
     """Widths of the blocks of columns in which Hopper's kernels hold a head in shared memory.
@@ -201,7 +206,7 @@ def schedule_of(q, k, tile: Tiles, call: Call, by_keys: bool = False) -> Schedul
     while pairs % sections:
         sections += 1
     section = pairs // sections
-    short = levels // 3 if call.causal and call.window is None and not call.segmented else 0
+    short = levels // 3 if call.triangular else 0
 
     # Longest items first, so that short ones fill the gaps at the end; but section after section of
     # the pairs, so that the columns being streamed stay in the L2 cache (50 MB).  Because a block

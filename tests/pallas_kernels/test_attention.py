@@ -9,6 +9,7 @@ from cases import slow, slow_interpreted
 from kernel_checks import ON_GPU, check_op, kernels_run_here
 
 from pallas_kernels import mosaic
+from pallas_kernels.flash_attention import forward
 from pallas_kernels.flash_attention.op import attention, attention_reference
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
@@ -87,6 +88,14 @@ def test_attention_matches_float64(shape, dtype, options):
         options["segment_ids"] = packed(*options.pop("segments"), length=shape[2])
     arrays = inputs(*shape, dtype, scale=options.pop("logits", 1.0))
     check_op(attention, attention_reference, *arrays, kernels=KERNELS, **options)
+
+
+# Each t is in this test alone: jit keeps what it compiled with other tiles.
+@pytest.mark.parametrize("t", [210, *([60, 100, 290, 390, 580, 1010] * ON_GPU)])
+def test_the_tiles_of_long_calls(t, monkeypatch):
+    monkeypatch.setattr(forward, "LONG", 0)
+    arrays = inputs(1, t, t, 3, 1, 128, BF16)
+    check_op(attention, attention_reference, *arrays, kernels=KERNELS, return_lse=True)
 
 
 @pytest.mark.parametrize("d", [64, slow_interpreted(128)])

@@ -137,7 +137,8 @@ def bytes_of(memory) -> int:
             return sum(map(bytes_of, memory))
         case None:
             return 0
-    return math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+    # Pallas aligns every array to 1 KiB.
+    return mosaic.cdiv(math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize, 1024) * 1024
 
 
 @pytest.mark.parametrize("segmented", [False, True])
@@ -152,7 +153,7 @@ def test_every_head_dimension_fits_into_shared_memory(monkeypatch, d, t, segment
         width = sum(schedule.blocks_of(q, k))
         of_keys = backward_dkv.tiles(width, 32 // kv_heads, softcap)
         for tiles, scratch, by_keys in (
-            (forward.tiles(width, segmented), forward.scratch, False),
+            (forward.tiles(width, t, call), forward.scratch, False),
             (backward_dq.tiles(width, segmented), rows, False),
             (of_keys, backward_dkv.scratch, True),
         ):
@@ -161,4 +162,4 @@ def test_every_head_dimension_fits_into_shared_memory(monkeypatch, d, t, segment
             ids = [x for name, x in memory.items() if name.endswith("ids") and x is not None]
             assert all(x.shape[1] % 32 == 0 for x in ids)  # TMA copies to multiples of 128 bytes
             taken = bytes_of(memory) + bytes_of(s.numbers())
-            assert taken <= 227 * 1024 - 512  # of the 227 KiB of a block; the rest is for alignment
+            assert taken <= 227 * 1024  # a block's share

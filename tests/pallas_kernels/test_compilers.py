@@ -38,8 +38,9 @@ def builds(spec, gpu):
 
 
 # Bytes stored once a block and loaded once for each of its items, outside of its loops over tiles:
-# at D = 64 (0:0 of JAX 0.11.2), with q, k and v in one array, and at D = 128 without a mask (3:0).
-SPILLS = {"0:0": 12, "1:0": 8, "3:1": 24, "6:0": 16, "6:1": 8}
+# at D = 64 (0:0 of JAX 0.11.2), with q, k and v in one array, and at D = 128 in long calls (0:1,
+# 1:1) and without a mask (3:0).
+SPILLS = {"0:0": 12, "0:1": 16, "1:0": 8, "1:1": 16, "3:1": 24, "6:0": 16, "6:1": 8}
 ONCE = {(f"attention:{spec}", "attention_forward"): spilled for spec, spilled in SPILLS.items()}
 ONCE["attention:3:0", "attention_backward_dkv"] = 4
 
