@@ -18,7 +18,7 @@ import yaml
 from rich.filesize import decimal
 
 from jaxllm.errors import InputError
-from jaxllm.files import on_hub
+from jaxllm.files import on_hub, read_json
 from jaxllm.terminal import counted
 
 # The suffixes to look for in a folder; a path to one file or a glob accepts any name.
@@ -152,10 +152,13 @@ def _folder(kind: str, root: Path) -> Found:
         visited.add(here)
         folders.sort()
         paths += [Path(folder, name) for name in names]
+        arrow = [name for name in names if name.endswith(".arrow")]
+        if arrow and "state.json" in names:  # datasets' save_to_disk leaves files of earlier ones
+            last = str(read_json(Path(folder, "state.json")).get("_data_files", arrow))
+            reasons |= {Path(folder, x): "of an earlier save" for x in arrow if repr(x) not in last}
     splits = None if kind == "shards" else _card(kind, root)
-    suffixes = _SUFFIXES[kind]
-    if kind in ("text", "jsonl", "chat"):
-        suffixes = (*suffixes, *(a + b for a in suffixes for b in _COMPRESSED))
+    packed = _COMPRESSED if kind in ("text", "jsonl", "chat") else ()
+    suffixes = tuple(a + b for a in _SUFFIXES[kind] for b in ("", *packed))
     for path in paths:
         if "/." in f"/{path.relative_to(root).as_posix()}":
             reasons[path] = "hidden"
@@ -210,9 +213,7 @@ def _glob(pattern: str) -> Found:
 def _choose(paths: list[Path], root: Path, reasons: dict[Path, str]) -> Found:
     """The paths without a reason to leave them out; the others are counted by their reasons."""
     files, seen = [], set()
-    for path in sorted(set(paths)):
-        if path in reasons:
-            continue
+    for path in sorted(set(paths) - reasons.keys()):
         if (identity := _identity(path)) is None or not path.is_file():
             reasons[path] = "no file (a broken link, a pipe)"
         elif not os.access(path, os.R_OK):

@@ -105,6 +105,18 @@ def test_json_about_a_dataset_is_no_data(tmp_path):
     assert [name for name, _ in find_files("parquet", str(tmp_path)).files] == ["data/a.arrow"]
 
 
+def test_files_of_an_earlier_save_to_disk_are_no_data(tmp_path):
+    """datasets 5.2 deletes none when a folder is saved again, and reads those of state.json."""
+    for i in range(4):
+        write(tmp_path / f"data-{i:05}-of-00004.arrow", "old")
+    write(tmp_path / "data-00000-of-00001.arrow", "new")
+    write(tmp_path / "state.json", '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    for kind in ("parquet", "chat"):
+        found = find_files(kind, str(tmp_path))
+        assert [name for name, _ in found.files] == ["data-00000-of-00001.arrow"]
+        assert "4 of an earlier save (data-00000-of-00004.arrow, ...)" in found.left_out
+
+
 CARDS = [  # `configs` in a README.md, files to train on, and to validate on; as datasets 5.2
     ("[{config_name: default, data_files: [{split: train, path: data/a-*}, {split: test, path: b/*}"
      ", {split: validation, path: [c.jsonl]}]}]", ["data/a-0.jsonl"], ["c.jsonl"]),
