@@ -157,9 +157,8 @@ def _configuration(
 
     model: for a folder that is not a run's; `train` is then the section that convert writes.
     """
+    path = overrides.get("data.path", overrides.get("data.val_path", "null"))
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
-        paths = [overrides[key] for key in ("data.path", "data.val_path") if key in overrides]
-        path = "null" if overrides.get("data.source") == "stdlib" or not paths else paths[0]
         overrides = {"data.path": path, "data.val_path": path} | overrides
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
@@ -167,7 +166,8 @@ def _configuration(
     if model is None:
         config = load(str(folder / "config.yaml"), overrides)
     else:
-        config = load(f"{model.type}_small", {"data.source": "text"} | overrides)
+        source = "jsonl" if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", path) else "text"
+        config = load(f"{model.type}_small", {"data.source": source} | overrides)
         config = config.model_copy(update={"model": model, "train": train_section(model)})
     check_paths(config.data, training=False)
     if own.exists() and given not in (None, "null"):

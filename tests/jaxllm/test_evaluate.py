@@ -1,6 +1,7 @@
 """Compares evaluation and generation of a run with Hugging Face's (fixtures/evaluation)."""
 
 import codecs
+import gzip
 import json
 import math
 import re
@@ -64,13 +65,17 @@ def test_the_loss_under_a_hugging_face_folder_is_that_of_its_conversion(
     theirs, run = runs["llama3"].parent / "theirs", tmp_path / "run"
     monkeypatch.setenv("HOME", str(theirs.parent))
     assert convert.main([str(theirs), str(run)]) == 0
-    data, printed = ["--data.path", str(TEXTS / "text.txt")], []
-    for more in (["--checkpoint=~/theirs"], [f"--checkpoint={run}", "--data.source=text"]):
-        capsys.readouterr()
-        assert evaluate.main(data + more) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    assert "loss" in printed[0]
+    text = (TEXTS / "text.txt").read_text("utf-8")
+    lines = tmp_path / "text.jsonl.gz"  # was plain text, so the loss was that of JSON's syntax
+    lines.write_bytes(gzip.compress(json.dumps({"text": text}).encode()))
+    for source, path in (("text", TEXTS / "text.txt"), ("jsonl", lines)):
+        data, printed = ["--data.path", str(path)], []
+        for more in (["--checkpoint=~/theirs"], [f"--checkpoint={run}", f"--data.source={source}"]):
+            capsys.readouterr()
+            assert evaluate.main(data + more) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+        assert "loss" in printed[0]
 
 
 def test_the_validation_data_may_be_the_only_data(runs, tmp_path, capsys):
