@@ -94,9 +94,11 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
             raise InputError(f"{key}={path} is neither a file nor a folder")
         if kind == "chat" and is_prepared(page := Path(root, PREPARED[0])):
             return Found([(page.name, page)])
+        if all(os.path.isdir(os.path.join(root, x)) for x in ("blobs", "refs", "snapshots")):
+            fix = f"with all revisions that were fetched; name one in {root}/snapshots"
+            raise InputError(f"{key}={path} is a folder of the Hub's cache, {fix}")
         found = _folder(kind, Path(root))
-        kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind])
-        what = f"is a folder without {kinds} files"
+        what = f"is a folder without *{' or *'.join(_SUFFIXES[kind])} files"
     if not found.files:
         fix = "; a glob names files that README.md does not" * ("data_files" in found.left_out)
         raise InputError(f"{key}={path} {what}{found.left_out}{fix}")

@@ -123,9 +123,7 @@ class Source:
                 command = _CSV.format({".csv": ",", ".tsv": "\\t"}[plain.suffix], *names)
                 then, kind = "unpack it; " * (plain != path), self.kind.replace("parquet", "jsonl")
                 raise InputError(f"{path} is CSV: {then}as JSON lines, source={kind}: {command}")
-        if table or self.kind == "parquet":
-            return _rows(name, path, columns)
-        return _lines(name, path)
+        return _rows(name, path, columns) if table or self.kind == "parquet" else _lines(name, path)
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"

@@ -117,6 +117,18 @@ def test_files_of_an_earlier_save_to_disk_are_no_data(tmp_path):
         assert "4 of an earlier save (data-00000-of-00004.arrow, ...)" in found.left_out
 
 
+def test_a_folder_of_the_hubs_cache_is_refused(tmp_path):
+    """It gave the documents of all revisions, also those that the README.md leaves out."""
+    (tmp_path / "refs").mkdir()
+    for revision in ("0a", "1b"):
+        write(tmp_path / "blobs" / revision, f'{{"text": "{revision}"}}')
+        (folder := tmp_path / "snapshots" / revision).mkdir(parents=True)
+        (folder / "train.jsonl").symlink_to(f"../../blobs/{revision}")
+    with pytest.raises(InputError, match=r"the Hub's cache, with .*; name one in .*snapshots$"):
+        find_files("jsonl", str(tmp_path))
+    assert len(find_files("jsonl", str(folder)).files) == 1
+
+
 CARDS = [  # `configs` in a README.md, files to train on, and to validate on; as datasets 5.2
     ("[{config_name: default, data_files: [{split: train, path: data/a-*}, {split: test, path: b/*}"
      ", {split: validation, path: [c.jsonl]}]}]", ["data/a-0.jsonl"], ["c.jsonl"]),
