@@ -109,7 +109,6 @@ def by_split(kind: str, found: Found, given: Found | None = None) -> tuple[Found
     """The files to train on and to validate on, where names say which, as on the Hub.
 
     given: the files of data.val_path; then only these validate.
-
     Words like train, validation and test in the name of a file or folder say it; for shards, val.
     The README.md of a dataset on the Hub takes precedence over names.
     Files without such a word are left out if there are train files, else trained on.  If a text has
@@ -275,4 +274,5 @@ def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
                 yield file, file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason += "; unpack it: zstd -d --long=31" * ("too much memory" in reason)
         raise InputError(f"cannot read {path}: {reason}") from error

@@ -60,6 +60,14 @@ def test_compressed_files_are_read(tmp_path, compress):
     assert not plain.without(source, tmp_path / "cache").files
 
 
+def test_how_to_unpack_zstd_with_a_long_window_is_said(tmp_path):
+    """`zstd --long=31` writes such frames, for Reddit's dumps for example."""
+    window, raw_block = bytes([(31 - 10) << 3]), (1 | 2 << 3).to_bytes(3, "little")
+    write(tmp_path / "a.zst", b"\x28\xb5\x2f\xfd\0" + window + raw_block + b"ab")
+    with pytest.raises(InputError, match=r"too much memory .*; unpack it: zstd -d --long=31$"):
+        read("text", tmp_path / "a.zst")
+
+
 def test_a_byte_order_mark_is_dropped(tmp_path):
     mark = codecs.BOM_UTF8
     write(tmp_path / "a.txt", mark + b"a\n")
