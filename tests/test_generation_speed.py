@@ -13,7 +13,7 @@ from jaxllm.infer import decode
 PACKED = ["--quantize", "int4", "--group", "32"]
 
 
-@pytest.mark.parametrize("options", [[], slow(PACKED), [*PACKED, "--head", "int8"]])
+@pytest.mark.parametrize("options", [slow([]), slow(PACKED), [*PACKED, "--head", "int8"]])
 def test_it_times_our_generation(capsys, monkeypatch, options):
     run = configs.load("llama3_small")
     model = tiny("llama3", d_model=64, max_seq_len=64, compute_dtype="bfloat16")

@@ -335,7 +335,7 @@ def test_a_wrong_answer_is_refused_with_its_reason(rung, changes, why, tmp_path,
             (")(x, weight, bias)", ")(weight, bias, x)"),
         ]),
         ("layer_norm_backward.rung2_parts", [("x_ref", "z_ref"), ("dy_ref", "w_ref")]),
-        ("layer_norm_backward.rung4_persistent", [("dx_ref", "out_ref")]),
+        slow("layer_norm_backward.rung4_persistent", [("dx_ref", "out_ref")]),
         ("encoder_backward.rung3_in_flight", [
             ("    _, order", "    dwpe = position_sums(dy, wte.dtype)\n    _, order"),
             ("return dwte, position_sums(dy, wte.dtype)", "return dwte, dwpe"),
@@ -344,7 +344,7 @@ def test_a_wrong_answer_is_refused_with_its_reason(rung, changes, why, tmp_path,
             ("body(a_ref, b_ref, d_ref,", "body(d_ref, b_ref, a_ref,"),
             (")(a.T, b.T, d)", ")(d, b.T, a.T)"),
         ]),
-        ("attention_backward.rung4_ring", [  # the keys first
+        slow("attention_backward.rung4_ring", [  # the keys first
             ("    dq = gradients(False, q, do, k, v, lse, delta)\n", ""),
             ("    return *dq, *gradients(True, k, v, q, do, lse, delta)",
              "    own = gradients(True, k, v, q, do, lse, delta)\n"

@@ -39,6 +39,7 @@ def runs(tmp_path_factory):
     return folder, words
 
 
+@pytest.mark.slow  # test_kills_and_full_disks.py kills runs of whole models
 def test_a_killed_run_resumes_bit_for_bit(runs):
     folder, _ = runs
     again = folder / "again"

@@ -155,7 +155,7 @@ def dequantized(params):
         ("gpt2", "int4", False),
         ("llama3", None, True),
         slow("llama3", "int8", False),
-        ("vlstm", None, False),
+        slow("vlstm", None, False),
     ],
 )
 def test_generation_and_loss_equal_those_of_the_dequantized_model(

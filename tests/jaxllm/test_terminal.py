@@ -156,7 +156,7 @@ def shown(folder, columns, **env):
     return text.decode()
 
 
-@pytest.mark.parametrize("columns", [40, slow(60), 80, slow(140)])
+@pytest.mark.parametrize("columns", [40, slow(60), slow(80), slow(140)])
 def test_the_bar_keeps_step_and_time_and_leaves_no_trace(columns, tmp_path):
     text = shown(tmp_path / "x", columns, TERM="xterm")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

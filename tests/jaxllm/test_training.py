@@ -114,7 +114,7 @@ Added = type("Added", (Looped,), {"__module__": "jaxllm.models.added"})
 
 
 @pytest.mark.parametrize(
-    "made", [Looped, Added, shared, replaced("up"), slow(replaced("gate"))], ids=range(5)
+    "made", [Looped, slow(Added), shared, *map(slow, map(replaced, ("up", "gate")))], ids=range(5)
 )
 def test_parts_of_a_batch_may_use_a_matrix_twice(made, monkeypatch):
     """Each use added the whole sum so far: the first parts counted several times."""
@@ -317,7 +317,7 @@ def test_the_losses_in_the_window_define_spikes():
         np.testing.assert_array_equal(after.losses, watch.losses)
 
 
-@pytest.mark.parametrize("layer", ["embedding", "blocks.1", "norm", "the gradient"])
+@pytest.mark.parametrize("layer", ["embedding", *map(slow, ("blocks.1", "norm")), "the gradient"])
 def test_the_first_layer_that_is_not_finite_is_found(layer):
     t = make(GPT2Config(**SHAPE | {"n_layers": 3}, **FP32, kernels="xla"))
     model = nnx.merge(t.graph, t.init().params)

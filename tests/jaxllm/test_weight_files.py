@@ -8,6 +8,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import slow
 from huggingface_folders import PAGES, folder_of, meta_folder, weights_of
 from safetensors.numpy import save_file
 
@@ -166,7 +167,7 @@ def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3_tied", "xlstm"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), "llama3_tied", slow("xlstm")])
 def test_a_device_converts_to_the_same_bits(name, dtype, tmp_path):
     tensors = {k: x.astype(dtype) for k, x in weights_of(name).items()}
     weights = open_weights(folder_of(tmp_path / "model", name, tensors))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_inputs import BF16, packed
+from cases import slow
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
@@ -69,8 +70,9 @@ def test_tiles_of_other_segments_are_left_out():
     assert spans[0, 0, 2] >= spans[0, 0, 3]
 
 
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("window", "by_keys"), [(None, True), (100, False), slow(None, False), slow(100, True)]
+)
 def test_each_part_of_a_block_sees_its_own_tiles(window, by_keys):
     """Parts with another document than the rest of their block computed all of its tiles."""
     visits = Visits((500, 500), True, window, 128, by_keys)
