@@ -158,6 +158,9 @@ def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, 
         return "asked", "it is no kernel of ours"
     if form.is_kernel and (reason := shard_map_why_not() or guard.sharded(arrays)):
         return "setting", reason
+    sizes = (n for x in jax.tree.leaves(arrays) for n in getattr(x, "shape", ()))
+    if form.runs != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
+        return "unsupported", "a size is symbolic (jax.export), and kernels need numbers"
     # Without a GPU a kernel that is asked for can be interpreted, and lowered for CUDA.
     if form.gpu and (implementation is None or device_lacks("sm_80") is None):
         if lack := device_lacks(form.gpu) or elsewhere(arrays):

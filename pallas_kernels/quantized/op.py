@@ -96,8 +96,8 @@ def _product(x, weight, bias, dtype, kernel: bool):
     """The op for x, by the kernels, which take (M, K), or XLA."""
     if kernel and x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (bias,), (dtype,))[0][None]
-    bare, many = bias is None and dtype == x.dtype, len(x) > matmul.MAX_ROWS
-    if kernel and bare and many and gemm.plan(x.shape[0], weight).splits == 1:
+    bare, many = bias is None and dtype == x.dtype, kernel and len(x) > matmul.MAX_ROWS
+    if bare and many and gemm.plan(x.shape[0], weight).splits == 1:
         return gemm.linear(x, weight)
     wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):

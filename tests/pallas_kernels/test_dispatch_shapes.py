@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import slow
+from jax import export
 
 from pallas_kernels import (
     Packed,
@@ -16,6 +17,8 @@ from pallas_kernels import (
     gelu,
     layer_norm,
     mlp,
+    quantize,
+    quantized_linear,
     rms_norm,
     rope,
     swiglu,
@@ -160,3 +163,23 @@ def test_shapes_that_need_padding_run_on_kernels_whose_sums_have_an_order(capabl
     q, k = (jax.ShapeDtypeStruct((b, n, 2, d), jnp.bfloat16) for n in (t, s))
     jax.eval_shape(lambda q, k: attention(q, k, k, causal=False), q, k)
     assert [decision.runs for decision in dispatch.decisions()] == ["hopper"]
+
+
+SYMBOLIC = {  # shapes after a batch of a symbolic size
+    "rms_norm": (rms_norm, [(9, 64)]),
+    "rope": (lambda q: rope(q, q, jnp.arange(9)), [(9, 2, 64)]),
+    "attention": (attention, [(9, 2, 64)] * 3),
+    "quantized_linear": (lambda x: quantized_linear(x, quantize(jnp.ones((128, 16)))), [(9, 128)]),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_sizes_that_are_symbolic_run_on_xla(capable, name):
+    """jax.export of a symbolic batch failed on a GPU, where the kernels compared and divided it."""
+    op, shapes = SYMBOLIC[name]
+    (b,) = export.symbolic_shape("b")
+    arrays = [jax.ShapeDtypeStruct((b, *shape), jnp.bfloat16) for shape in shapes]
+    found = export.export(jax.jit(lambda *arrays: op(*arrays)), platforms=["cpu"])(*arrays)
+    assert found.out_avals[0].shape[0] == b
+    (decision,) = dispatch.decisions()
+    assert (decision.runs, decision.why[:18]) == ("xla", "a size is symbolic")
