@@ -124,7 +124,7 @@ class Attention(Layer):
                 q, k = per_device(self._rotate, specs, (HEADS, HEADS))(q, k, positions)
             y = per_device(self._mix, (HEADS, HEADS, HEADS), HEADS)(q, k, v)
             cache = replace(cache, arrays=_filled(k, v, cache))
-        return self.out(y.reshape(*x.shape[:2], -1), add_bias=add_bias), cache
+        return self.out(y.reshape(*x.shape[:2], self.out.in_features), add_bias=add_bias), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -173,7 +173,7 @@ class Attention(Layer):
 
     def _by_head(self, qkv):
         """q, k and v (B, T, heads, D); q and k are normalized if the layer has norms."""
-        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in qkv)
+        q, k, v = (x.reshape(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim) for x in qkv)
         if self.q_norm is not None:
             op = per_device(self._normed, in_specs=(HEADS, P()), out_specs=HEADS)
             q, k = map(op, (q, k), self._norm_weights())

@@ -168,8 +168,7 @@ class LowBits:
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias by a kernel that unpacks words in registers."""
-        options = dict(dtype=dtype, implementation=self.implementation)
-        op = functools.partial(quantized_linear, **options)
+        op = functools.partial(quantized_linear, dtype=dtype, implementation=self.implementation)
         part = TOKENS if x.ndim == 3 else P(BATCH)
         return per_device(op, (part, P(), P()), part)(x, self.row, bias)
 
@@ -304,8 +303,9 @@ def fused_linear(
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
     """Concatenates the last axes so that each device's parts of all arrays are adjacent."""
-    apart = [a.reshape(*a.shape[:-1], axis_size("tensor", "context"), -1) for a in arrays]
-    return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+    n = axis_size("tensor", "context")
+    apart = [a.reshape(*a.shape[:-1], n, a.shape[-1] // n) for a in arrays]
+    return jax.lax.collapse(jnp.concatenate(apart, axis=-1), arrays[0].ndim - 1)
 
 
 def takes_row(x: Float[Array, "... in"], *layers: Linear, norm: bool = False) -> bool:

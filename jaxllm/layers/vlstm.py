@@ -46,7 +46,7 @@ class VLSTMLayer(Layer):
         rngs: nnx.Rngs,
     ):
         divides(2 * n_heads, d_model, "2 n_heads", "d_model")
-        if gate_soft_cap <= 0:
+        if not gate_soft_cap > 0:
             raise ValueError(f"gate_soft_cap={gate_soft_cap} must be positive")
         self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
         linear = partial(linear, implementation=implementation, rngs=rngs)
@@ -99,8 +99,7 @@ class VLSTMLayer(Layer):
         self, x: Float[Array, "B T C"], cache: Cache
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """(y, updated cache) of the prompts, in the first call, or of one further token per row."""
-        projected = [layer(x) for layer in (self.q, self.k, self.v, self.o)]
-        h, cache = self._mix_with_state(x, projected, cache)
+        h, cache = self._mix_with_state(x, [w(x) for w in (self.q, self.k, self.v, self.o)], cache)
         return self.out(h), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
@@ -128,12 +127,13 @@ class VLSTMLayer(Layer):
         options = dict(norm_weight=weight, norm_eps=self.norm.eps, segment_ids=segment_ids)
         return split_sequence(self._mix(Packed(x, parts), None, None, i, f, **options))
 
-    def _mix_with_state(self, x, projected, cache):
+    def _mix_with_state(self, x, qkvo, cache):
         """(the input of `out`, updated cache), of x and its q, k, v and o (B, T, P).
 
         The first call computes the state; each later call advances it by one position.
         """
-        q, k, v, o = (a.reshape(*x.shape[:2], self.n_heads, -1) for a in projected)
+        by_head = lambda a: a.reshape(*x.shape[:2], self.n_heads, a.shape[2] // self.n_heads)
+        q, k, v, o = map(by_head, qkvo)
         i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:

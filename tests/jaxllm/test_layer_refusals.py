@@ -73,7 +73,7 @@ def test_what_would_silently_be_another_computation_is_refused():
             Embedding(10, 8, max_seq_len=8, rngs=nnx.Rngs(0))(tokens, jnp.zeros(shape, jnp.int32))
     with pytest.raises(ValueError, match=r"^rope_scaling=.* needs rope_theta, which it scales$"):
         Attention(8, 2, rope_scaling=RopeScaling(), rngs=nnx.Rngs(0))
-    for cap in (0.0, -1.0):  # NaN where a gate is 0, and the same as 1.0
+    for cap in (0.0, -1.0, np.nan):  # NaN where a gate is 0, the same as 1.0, NaN everywhere
         with pytest.raises(ValueError, match=rf"^gate_soft_cap={cap} must be positive$"):
             VLSTMLayer(8, 2, gate_soft_cap=cap, rngs=nnx.Rngs(0))
 

@@ -24,9 +24,11 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
-from jaxllm.layers.linear import COLUMNS, ROWS, fan_out
+from jaxllm.layers.cache import Cache
+from jaxllm.layers.linear import COLUMNS, ROWS, fan_out, fused_linear
 from jaxllm.models import create
 from jaxllm.sharding import P, spec_of
+from pallas_kernels import quantize
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 
@@ -91,9 +93,20 @@ def test_no_rows_and_no_tokens_give_empty_results(kind):
         tokens = jnp.zeros(shape, jnp.int32)
         assert model(tokens).shape == (*shape, 128)
         assert model.loss(tokens, tokens) == 0
+        # With a cache it was "integer modulo by zero".
+        cache = Cache(jnp.ones(shape[0], jnp.int32), 8)
+        hidden, _ = model.advance(model.embedding(tokens), caches=[cache] * 2)
+        assert hidden.shape == (*shape, 32)
     for shape in ((4,), ()):  # of GPT-2's token () JAX said "tuple index out of range"
         with pytest.raises(ValueError, match=r"tokens has shape \(.*\), but needs 2 axes: B T"):
             model.embedding._embed(jnp.zeros(shape, jnp.int32), None, adds=True)
+
+
+def test_packed_layers_side_by_side_take_no_rows():
+    """It was "integer modulo by zero"."""
+    layer = Linear(128, 16, rngs=nnx.Rngs(0))
+    layer.weight.set_value(quantize(layer.weight[...]))
+    assert fused_linear(jnp.ones((0, 3, 128), jnp.bfloat16), layer, layer).shape == (0, 3, 32)
 
 
 def test_linear_is_xw_plus_b_and_can_return_float32():
