@@ -132,7 +132,7 @@ def orthogonal(matrices, dtype):
 class Watch(NamedTuple):
     """The history that detects spikes; part of the training state and of every checkpoint."""
 
-    losses: jax.Array  # (WINDOW,) fp32, of the last accepted updates with labels, padded with inf
+    losses: jax.Array  # (WINDOW,) fp32, of the last accepted updates with labels; first finfo.max
     skips: jax.Array  # () int32, updates skipped since the last accepted one
 
 
@@ -145,7 +145,7 @@ def check_update(
     accepts every finite loss.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    if spike:  # until the window is full, the deviation is NaN and the comparison false
+    if spike:  # until the window is full, the deviation is infinite and the comparison false
         good &= ~(loss > watch.losses.mean() + spike * watch.losses.std())
     losses = jnp.where(good & (loss > 0), jnp.append(watch.losses[1:], loss), watch.losses)
     return good, Watch(losses, jnp.where(good, 0, watch.skips + 1))
