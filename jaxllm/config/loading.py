@@ -21,8 +21,8 @@ _SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the pa
 CONFIG_DIR = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent / "configs"
 
 
-def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
-    """Reads a configuration and applies overrides {"section.key": "value as typed"}.
+def load(name_or_path: str, overrides: dict[str, Any] | None = None) -> Config:
+    """Reads a configuration and applies overrides {"section.key": value, perhaps as typed}.
 
     A bare name is looked up in configs/.  Raises InputError.
     """
@@ -53,7 +53,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
             if not isinstance(values.get(section), dict):
                 values[section] = {}
             values = values[section]
-        values[name] = parse(key, text, known[key].annotation)
+        values[name] = parse(key, str(text), known[key].annotation)
     try:
         return Config.model_validate(raw)
     except ValidationError as e:

@@ -35,6 +35,11 @@ def test_a_name_works_with_and_without_yaml():
         ("data.shuffle", "false", False),
         ("data.val_path", "null", None),
         ("model.rope_scaling.factor", "32", 32.0),
+        # Python's own values: "'int' object has no attribute 'lower'"
+        ("optimizer.learning_rate", 3e-4, 3e-4),
+        ("train.steps", 7, 7),
+        ("data.val_path", None, None),
+        ("data.shuffle", False, False),
     ],
 )
 def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
@@ -109,6 +114,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"data.cache_dir": ""}, "data.cache_dir='': must not be empty"),
         ({"model.init_from": ""}, "model.init_from='': must not be empty"),
         ({"data.tokenizer": ""}, "data.tokenizer='': must not be empty"),
+        ({"train.steps": 7.5}, "train.steps='7.5': must be a whole number"),
         ({"profile.steps": "5"}, "steps='5' is not FIRST:END"),
         ({"profile.steps": "5:502"}, "profile.steps=5:502 ends after train.steps=420; its end is"),
     ],
