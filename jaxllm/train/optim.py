@@ -132,7 +132,7 @@ def orthogonal(matrices, dtype):
 class Watch(NamedTuple):
     """The history that detects spikes; part of the training state and of every checkpoint."""
 
-    losses: jax.Array  # (WINDOW,) fp32, of the last accepted updates with labels; first finfo.max
+    losses: jax.Array  # (WINDOW,) fp32, of the last accepted updates; first finfo.max (not inf)
     skips: jax.Array  # () int32, updates skipped since the last accepted one
 
 

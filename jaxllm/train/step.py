@@ -183,7 +183,6 @@ class Trainer:
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state, copies = self.optimizer.init(params), self._make_copies(params)
-        # Not inf, at which jax_debug_infs would stop.
         watch = optim.Watch(jnp.full(optim.WINDOW, jnp.finfo("float32").max), jnp.int32(0))
         return TrainState(jnp.int32(0), params, opt_state, watch, copies)
 

@@ -305,7 +305,6 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     crosses = s.visits.diagonal_crosses_tiles or s.masks_last
     masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
     slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
-    # Issue both matmuls.
     keys_of(w).ring.wait(n)
     my_turn(w)
 
