@@ -135,9 +135,7 @@ class Dataset:
         sample = lambda i: windows[i] if i < len(windows) else empty
         return self._batches(grain.MapDataset.source(order).map(sample), batch_size, 0, rank, world)
 
-    def _batches(
-        self, samples, batch_size: int, start: int, rank: int, world: int
-    ) -> DatasetIterator[Batch]:
+    def _batches(self, samples, batch_size: int, start: int, rank: int, world: int):
         import grain
 
         if batch_size % world:

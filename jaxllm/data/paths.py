@@ -145,7 +145,7 @@ def _folder(kind: str, root: Path) -> Found:
     """The files of a folder, also through symbolic links, but not hidden ones."""
     reasons: dict[Path, str] = {}
     unreadable = lambda error: reasons.setdefault(Path(error.filename), "unreadable")
-    paths, visited = [], set()
+    paths, visited, old = [], set(), set()
     for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
         if (here := _identity(folder)) in visited:  # by a second link, or one to a folder above
             folders.clear()
@@ -154,14 +154,18 @@ def _folder(kind: str, root: Path) -> Found:
         folders.sort()
         paths += [Path(folder, name) for name in names]
         arrow = [name for name in names if name.endswith(".arrow")]
-        if arrow and "state.json" in names:  # datasets' save_to_disk leaves files of earlier ones
-            last = str(read_json(Path(folder, "state.json")).get("_data_files", arrow))
-            reasons |= {Path(folder, x): "of an earlier save" for x in arrow if repr(x) not in last}
+        about = ("dataset_dict.json", "splits", folders), ("state.json", "_data_files", arrow)
+        for page, key, saved in about:  # datasets' save_to_disk leaves what earlier ones wrote
+            if saved and page in names:
+                last = str(read_json(Path(folder, page)).get(key, saved))
+                old |= {Path(folder, x) for x in saved if repr(x) not in last}
     splits = None if kind == "shards" else _card(kind, root)
     packed = _COMPRESSED if kind in ("text", "jsonl", "chat") else ()
     suffixes = tuple(a + b for a in _SUFFIXES[kind] for b in ("", *packed))
     for path in paths:
-        if "/." in f"/{path.relative_to(root).as_posix()}":
+        if not old.isdisjoint((path, *path.parents)):
+            reasons[path] = "of an earlier save"
+        elif "/." in f"/{path.relative_to(root).as_posix()}":
             reasons[path] = "hidden"
         elif not path.name.lower().endswith(suffixes):
             reasons[path] = f"*{path.suffix}" if path.suffix else "without a suffix"

@@ -168,8 +168,7 @@ class Source:
                 raise InputError(f"{where} has no text under {column!r} ({has}); set text_column")
             if text:
                 # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
-                text = text.encode("utf-8", "replace").decode("utf-8")
-                yield Piece(document, text, True, done)
+                yield Piece(document, text.encode("utf-8", "replace").decode(), True, done)
 
 
 def _lines(name: str, path: Path) -> Iterator[Record]:

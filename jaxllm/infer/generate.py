@@ -103,8 +103,7 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.writer import Text, Writer
 
     writer = Writer(args)
-    tokenizer = writer.tokenizer
-    prompts = []
+    tokenizer, prompts = writer.tokenizer, []
     for n, text in enumerate(texts):
         try:
             ids = tokenizer.prompt(text) if chats is None else tokenizer.chat(**chats[n])[0]

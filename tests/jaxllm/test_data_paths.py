@@ -117,6 +117,16 @@ def test_files_of_an_earlier_save_to_disk_are_no_data(tmp_path):
         assert "4 of an earlier save (data-00000-of-00004.arrow, ...)" in found.left_out
 
 
+def test_splits_of_an_earlier_save_to_disk_are_no_data(tmp_path):
+    for name in ("train", "validation"):
+        write(tmp_path / name / "data-00000-of-00001.arrow", name)
+    write(tmp_path / "dataset_dict.json", '{"splits": ["train"]}')
+    found = find_files("parquet", str(tmp_path))
+    assert [name for name, _ in found.files] == ["train/data-00000-of-00001.arrow"]
+    assert "1 of an earlier save (validation/data-00000-of-00001.arrow)" in found.left_out
+    assert len(find_files("parquet", str(tmp_path / "validation")).files) == 1  # as named
+
+
 def test_a_folder_of_the_hubs_cache_is_refused(tmp_path):
     """It gave the documents of all revisions, also those that the README.md leaves out."""
     (tmp_path / "refs").mkdir()
