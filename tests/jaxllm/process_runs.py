@@ -163,7 +163,7 @@ def prepare(folder: Path) -> None:
     os.environ.setdefault("NPROC", "16")  # with two threads, two devices could wait for each other
     import_all()
     processes = importlib.import_module("jaxllm.train.processes")
-    processes.HEARTBEAT = 4  # so that a dead process is noticed soon
+    processes.HEARTBEAT = 10  # so that a dead process is noticed soon, and a busy one is not
 
 
 if __name__ == "__main__":

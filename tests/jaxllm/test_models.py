@@ -394,7 +394,7 @@ def busy(**options):
     return own(tiny("llama3", **options), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", [slow("none"), "block"])
 def test_what_layers_change_or_sow_in_a_block_stays(remat):
     """A block was called as a copy: each call dropped the same, and what it sowed was lost."""
     model, by_hand, tokens = busy(remat=remat), busy(), jnp.arange(10).reshape(2, 5)

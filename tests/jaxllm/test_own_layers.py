@@ -77,7 +77,7 @@ class Shifted(RMSNorm):
         return 3 + super().__call__(x)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "vlstm"])
+@pytest.mark.parametrize("kind", ["llama3", slow("vlstm")])
 def test_a_subclass_computes_what_its_call_says(kind):
     """Larger ops took its weight instead, except with a cache and in the first block's norm."""
     model, x = create(tiny(kind)), normal(0, 2, 5, 32)

@@ -96,7 +96,7 @@ def test_ten_steps_are_those_of_peft(tmp_path):
     assert (page["r"], page["lora_alpha"], page["peft_type"]) == (4, 8, "LORA")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [slow(None), "int8"])
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
     weights = open_weights(peft_folder(tmp_path, "final"))

@@ -71,7 +71,7 @@ def named(kind, kernels):
     return out + arrays(*sums, dtype="float32"), arrays(*hidden)
 
 
-@pytest.mark.parametrize("kernels", ["xla", "mosaic"])
+@pytest.mark.parametrize("kernels", [slow("xla"), "mosaic"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
 def test_a_block_saves_what_its_choice_names(kind, kernels):
     of = {remat: saved(make(kind, kernels=kernels, remat=remat)) for remat in ("none", *CHOICES)}
