@@ -89,7 +89,6 @@ def test_an_adapter_begins_as_peft_has_it():
     assert Lora(rank=16, alpha=8.0, rslora=True).scale == 2
 
 
-@pytest.mark.slow
 def test_dropout_is_anew_each_step_and_the_same_in_recomputation():
     lora = dict(rank=4, dropout=0.5)
     trainer = trainer_of(lora)

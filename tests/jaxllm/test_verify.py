@@ -62,7 +62,6 @@ def batch():
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].copy()}
 
 
-@pytest.mark.slow
 def test_a_verified_step_is_the_plain_step(faulty):
     """Up to the rounding of another program; NaN, which skips the update, is no corruption."""
     _, t, canary = faulty

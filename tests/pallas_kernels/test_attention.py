@@ -33,7 +33,7 @@ SMALL = [  # (B, T, S, H, K, D), dtype, options
     slow((1, 130, 301, 2, 1, 104), BF16, {"segments": [[140]], "window": 90}),
     slow((1, 70, 70, 2, 2, 24), FP16, {"softcap": 3.0}),
     slow((1, 70, 130, 2, 1, 200), FP16, {}),
-    slow((1, 128, 128, 3, 1, 128), BF16, {}),  # tiles of three heads on their way
+    ((1, 128, 128, 3, 1, 128), BF16, {}),  # tiles of three heads on their way
     ((1, 40, 300, 3, 1, 80), FP16, {"softcap": 3.0, "return_lse": True}),
     ((1, 60, 137, 1, 1, 256), BF16, {"segments": [[100]], "window": 60}),
     slow((1, 130, 300, 3, 1, 64), BF16, {"window": 40, "return_lse": True}),

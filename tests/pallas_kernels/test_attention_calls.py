@@ -118,7 +118,6 @@ def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
         assert_error_ratio(*values, name)
 
 
-@pytest.mark.slow
 def test_a_policy_can_spare_the_second_forward():
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
 

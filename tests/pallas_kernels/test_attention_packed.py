@@ -118,7 +118,6 @@ def test_a_packed_array_that_does_not_fit_is_an_error():
         rope(x.reshape(1, 8, 9, 64), None, jnp.arange(8))
 
 
-@pytest.mark.slow
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     """JAX once dropped these writes and returned the gradients of q and k before RoPE."""
     x, weight, labels = (

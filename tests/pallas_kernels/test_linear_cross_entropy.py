@@ -95,7 +95,6 @@ def test_fp8_rounds_a_probability_and_not_the_label():
         np.testing.assert_array_equal(wide[jnp.arange(64), local][likely], -1)
 
 
-@pytest.mark.slow
 def test_fp8_of_ignored_and_wrong_labels():
     x, weight = normal(0, (64, 64), jnp.bfloat16), normal(1, (256, 64))
     f = functools.partial(linear_cross_entropy, vocab_size=250, fp8=True, implementation="mosaic")

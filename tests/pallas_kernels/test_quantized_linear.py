@@ -114,7 +114,6 @@ def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows):
     assert_error_ratio(actual, layer(x, quantized_linear_reference), truth)
 
 
-@pytest.mark.slow
 def test_the_gradient_sums_over_more_turns_than_its_rings_hold():
     p = gemm.plan(67, quantize(normal(1, (64, 1096)), group=64), most_splits=1, back=True)
     assert p.turns > p.slots

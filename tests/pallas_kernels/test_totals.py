@@ -59,7 +59,7 @@ CASES = {  # a scalar of weights (and totals), the weights
 
 
 def marked(case, implementation):
-    if case in ("tied", "head fp8", "gelu fp8") or (implementation == "xla" and case != "swiglu"):
+    if case in ("tied", "head fp8", "gelu fp8"):
         return slow(case, implementation)
     mark = slow_interpreted if (case, implementation) == ("head", "mosaic") else pytest.param
     return mark(case, implementation)

@@ -26,7 +26,7 @@ IN_PLACE |= {"decode_attention_new", "vlstm_packed", "vlstm_gated"}
 # Their kernels are those of vlstm_gated, attention_packed and mlp.  rms_norm_residual has a
 # residual, vlstm_gated the norm with a gate, and fp8_linear the casts to fp8.
 ALIKE = {"vlstm_packed", "attention", "mlp_gelu", "mlp_fp8"}
-ALIKE |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual", "swiglu"}
+ALIKE |= {"layer_norm_residual", "layer_norm_gate", "swiglu"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
